@@ -1,0 +1,328 @@
+"""The segment's byte layout: header, description, arrays. `docs/layout.md` is the same in prose, and normative.
+
+    0                 header, HEADER.size bytes, little-endian
+    128               description: one msgpack map
+    data_offset       the arrays, each aligned to ARRAY_ALIGNMENT; data_offset is a multiple of DATA_ALIGNMENT
+    total_nbytes      end of the segment
+
+Nothing here touches a file: `encode` and `decode` work on bytes, so that a hostile segment can be judged before it is used.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+
+from .errors import SegmentFormatError
+
+__all__ = [
+    "ARRAY_ALIGNMENT",
+    "DATA_ALIGNMENT",
+    "DESCRIPTION_OFFSET",
+    "DTYPES",
+    "HEADER",
+    "LAYOUT_VERSION",
+    "MAGIC",
+    "NONCE_NBYTES",
+    "Array",
+    "Column",
+    "Description",
+    "Header",
+    "SourceRecord",
+    "decode_description",
+    "decode_header",
+    "encode_prefix",
+    "place_arrays",
+]
+
+MAGIC: Final = b"SHMSERVE"
+LAYOUT_VERSION: Final = 1
+NONCE_NBYTES: Final = 16
+HEADER: Final = struct.Struct("<8sII16sQQQQQQI")
+"""magic, layout version, header size, nonce, total_nbytes, generation, flags (0), description offset, description
+nbytes, data offset, CRC-32 of the description."""
+DESCRIPTION_OFFSET: Final = 128
+ARRAY_ALIGNMENT: Final = 64
+DATA_ALIGNMENT: Final = 2 << 20
+MAX_DESCRIPTION_NBYTES: Final = 64 << 20
+
+DTYPES: Final = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128", "bool"),
+    )
+}
+"""The dtypes that a segment may hold, by their numpy names, as little-endian numpy dtypes."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of the segment: `nbytes` bytes in C order from `offset`, counted from the segment's start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, without padding."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of every sample.
+
+    Fixed-shape (`offsets` is None): sample i is `values[i]`, and `values.shape[0]` is the number of samples.
+    Ragged: `values` is 1-d and sample i is `values[offsets[i]:offsets[i + 1]]`; `offsets` is n+1 int64, in items.
+    N-d ragged: sample i has the shape `shapes[shape_offsets[i]:shape_offsets[i + 1]]`, both int64.
+    """
+
+    name: str
+    values: Array
+    offsets: Array | None = None
+    shapes: Array | None = None
+    shape_offsets: Array | None = None
+    kind: str = "tensor"
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """Where a segment's bytes came from; what decides whether a later start may adopt it."""
+
+    key: str
+    """`source_key` of the data paths and of the options that change bytes: the same question asked again."""
+    fingerprint: str
+    """Hash of `key` and of each file's path, size, mtime_ns and inode: the same answer."""
+    data: tuple[str, ...]
+    """The paths as they were given, made absolute."""
+    files: int
+    """How many files were read."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a segment holds. `stream` marks a flat token file: it has samples only through a block_size."""
+
+    name: str
+    format: str
+    num_samples: int
+    columns: tuple[Column, ...]
+    source: SourceRecord
+    arrays: dict[str, Array] = field(default_factory=dict)
+    """Arrays of the dataset rather than of a sample, such as Megatron's `document_indices` and `modes`."""
+    stream: bool = False
+    notes: tuple[str, ...] = ()
+    """What was assumed while reading, for people."""
+
+    def all_arrays(self) -> list[Array]:
+        """Every array of the segment, in the order in which they are placed."""
+        found: list[Array] = []
+        for column in self.columns:
+            parts = (column.values, column.offsets, column.shapes, column.shape_offsets)
+            found.extend(part for part in parts if part is not None)
+        return found + list(self.arrays.values())
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fixed header, decoded."""
+
+    nonce: bytes
+    total_nbytes: int
+    generation: int
+    description_nbytes: int
+    data_offset: int
+    description_crc32: int
+
+
+def place_arrays(description: Description) -> tuple[Description, int, int]:
+    """Return the description with every array's offset set, the data area's offset, and the segment's total bytes."""
+    data_offset = DATA_ALIGNMENT
+    while True:
+        placed, end = _placed_from(description, data_offset)
+        if DESCRIPTION_OFFSET + len(_pack_description(placed)) <= data_offset:
+            return placed, data_offset, end
+        data_offset += DATA_ALIGNMENT
+
+
+def _placed_from(description: Description, position: int) -> tuple[Description, int]:
+    def place(array: Array) -> Array:
+        nonlocal position
+        start = -(-position // ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
+        position = start + array.nbytes
+        return replace(array, offset=start)
+
+    def place_optional(array: Array | None) -> Array | None:
+        return None if array is None else place(array)
+
+    columns = tuple(
+        replace(
+            column,
+            values=place(column.values),
+            offsets=place_optional(column.offsets),
+            shapes=place_optional(column.shapes),
+            shape_offsets=place_optional(column.shape_offsets),
+        )
+        for column in description.columns
+    )
+    arrays = {name: place(array) for name, array in description.arrays.items()}
+    return replace(description, columns=columns, arrays=arrays), position
+
+
+def encode_prefix(
+    description: Description, *, data_offset: int, total_nbytes: int, nonce: bytes, generation: int
+) -> bytes:
+    """Return header and description as the bytes that a segment starts with."""
+    packed = _pack_description(description)
+    header = HEADER.pack(
+        MAGIC,
+        LAYOUT_VERSION,
+        HEADER.size,
+        nonce,
+        total_nbytes,
+        generation,
+        0,
+        DESCRIPTION_OFFSET,
+        len(packed),
+        data_offset,
+        zlib.crc32(packed),
+    )
+    return header.ljust(DESCRIPTION_OFFSET, b"\0") + packed
+
+
+def _pack_description(description: Description) -> bytes:
+    packed: bytes = msgpack.packb(asdict(description), use_bin_type=True)
+    return packed
+
+
+def decode_header(head: bytes, file_nbytes: int) -> Header:
+    """Return the header of a file of `file_nbytes` bytes that starts with `head`.
+
+    Raises:
+        SegmentFormatError: not a segment, another layout version, or sizes that contradict each other.
+    """
+    if len(head) < HEADER.size or head[: len(MAGIC)] != MAGIC:
+        raise SegmentFormatError(f"not a shmserve segment: it starts with {head[:8]!r}, not {MAGIC!r}")
+    (_, version, header_nbytes, nonce, total, generation, flags, description_offset, description_nbytes, data, crc) = (
+        HEADER.unpack_from(head)
+    )
+    if version != LAYOUT_VERSION:
+        raise SegmentFormatError(
+            f"segment of layout version {version}, this shmserve reads version {LAYOUT_VERSION}: "
+            "use the same shmserve version in the daemon and in training"
+        )
+    if header_nbytes != HEADER.size or description_offset != DESCRIPTION_OFFSET or flags != 0:
+        raise SegmentFormatError(
+            f"segment header is damaged: header size {header_nbytes}, description at {description_offset}, flags {flags}"
+        )
+    if total != file_nbytes:
+        raise SegmentFormatError(f"segment is damaged: the header says {total} bytes, the file has {file_nbytes}")
+    if (
+        description_nbytes > MAX_DESCRIPTION_NBYTES
+        or data % DATA_ALIGNMENT
+        or not DESCRIPTION_OFFSET + description_nbytes <= data
+        or not DESCRIPTION_OFFSET + description_nbytes <= total
+    ):
+        raise SegmentFormatError(
+            f"segment header is damaged: {description_nbytes} bytes of description, data at {data}, {total} bytes in all"
+        )
+    return Header(nonce, total, generation, description_nbytes, data, crc)
+
+
+def decode_description(packed: bytes, header: Header) -> Description:
+    """Return the description, every array of it checked to lie inside the segment.
+
+    Raises:
+        SegmentFormatError: damaged, or it names arrays outside the segment or of contradicting shapes.
+    """
+    if len(packed) != header.description_nbytes or zlib.crc32(packed) != header.description_crc32:
+        raise SegmentFormatError("segment is damaged: the description does not match its checksum")
+    try:
+        fields = msgpack.unpackb(packed, raw=False, strict_map_key=True)
+        description = _description(fields)
+        _check(description, header)
+    except SegmentFormatError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+        raise SegmentFormatError(f"segment description is malformed: {type(error).__name__}: {error}") from error
+    return description
+
+
+def _description(fields: dict[str, Any]) -> Description:
+    return Description(
+        **{
+            **fields,
+            "columns": tuple(_column(column) for column in fields["columns"]),
+            "source": SourceRecord(**{**fields["source"], "data": tuple(fields["source"]["data"])}),
+            "arrays": {name: _array(array) for name, array in fields["arrays"].items()},
+            "notes": tuple(fields["notes"]),
+        }
+    )
+
+
+def _column(fields: dict[str, Any]) -> Column:
+    def optional(name: str) -> Array | None:
+        return None if fields[name] is None else _array(fields[name])
+
+    return Column(
+        **{
+            **fields,
+            "values": _array(fields["values"]),
+            "offsets": optional("offsets"),
+            "shapes": optional("shapes"),
+            "shape_offsets": optional("shape_offsets"),
+        }
+    )
+
+
+def _array(fields: dict[str, Any]) -> Array:
+    array = Array(**{**fields, "shape": tuple(fields["shape"])})
+    if array.dtype not in DTYPES:
+        raise SegmentFormatError(f"segment has an array of the unknown dtype {array.dtype!r}")
+    if not all(type(extent) is int and extent >= 0 for extent in (*array.shape, array.offset)):
+        raise SegmentFormatError(f"segment has an array of shape {array.shape} at offset {array.offset}")
+    return array
+
+
+def _check(description: Description, header: Header) -> None:
+    end_of_previous = header.data_offset
+    for array in description.all_arrays():
+        if array.offset % ARRAY_ALIGNMENT or array.offset < end_of_previous:
+            raise SegmentFormatError(f"segment has an array at offset {array.offset}, unaligned or inside another")
+        end_of_previous = array.offset + array.nbytes
+        if end_of_previous > header.total_nbytes:
+            raise SegmentFormatError(
+                f"segment has an array up to byte {end_of_previous}, but {header.total_nbytes} bytes in all"
+            )
+    count = description.num_samples
+    if type(count) is not int or count < 0 or type(description.stream) is not bool or not description.columns:
+        raise SegmentFormatError(f"segment says {count!r} samples in {len(description.columns)} columns")
+    for column in description.columns:
+        if column.kind != "tensor":
+            raise SegmentFormatError(f"column {column.name!r} is of the unknown kind {column.kind!r}")
+        if not _consistent(column, count):
+            raise SegmentFormatError(f"column {column.name!r} contradicts the {count} samples of its dataset")
+
+
+def _consistent(column: Column, count: int) -> bool:
+    values, offsets, shapes, shape_offsets = column.values, column.offsets, column.shapes, column.shape_offsets
+    index = [("int64", (count + 1,))]
+    if offsets is None:
+        return shapes is None and shape_offsets is None and len(values.shape) > 0 and values.shape[0] == count
+    ragged = len(values.shape) == 1 and [(offsets.dtype, offsets.shape)] == index
+    if shapes is None or shape_offsets is None:
+        return ragged and shapes is shape_offsets
+    return (
+        ragged
+        and shapes.dtype == "int64"
+        and len(shapes.shape) == 1
+        and [(shape_offsets.dtype, shape_offsets.shape)] == index
+    )

@@ -1,0 +1,334 @@
+"""The messages between a client and its daemon, as bytes. `docs/protocol.md` is the same in prose, and normative.
+
+One message is one ZeroMQ frame: a msgpack map with `v` (protocol version), `id` (the request's number, echoed by the
+reply), `op` (which record follows) and that record's fields. Decoding is strict: an unknown op, an unknown, missing or
+wrongly typed field, and anything larger than the limits is a ProtocolError. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import msgpack
+
+from .errors import ERROR_CLASSES, ProtocolError, ShmserveError
+
+__all__ = [
+    "MAX_INDICES",
+    "MAX_REPLY_NBYTES",
+    "MAX_REQUEST_NBYTES",
+    "PROTOCOL_VERSION",
+    "Attach",
+    "Attached",
+    "Control",
+    "DatasetStatus",
+    "Datasets",
+    "Failure",
+    "Hello",
+    "List",
+    "Lookup",
+    "Offsets",
+    "Reply",
+    "Request",
+    "Status",
+    "StatusReport",
+    "Stop",
+    "Stopping",
+    "Welcome",
+    "decode_control",
+    "decode_reply",
+    "decode_request",
+    "encode",
+    "error_from",
+    "failure_from",
+]
+
+PROTOCOL_VERSION: Final = 1
+MAX_INDICES: Final = 65_536
+"""The most indices in one lookup; a client splits a longer batch."""
+MAX_REQUEST_NBYTES: Final = MAX_INDICES * 8 + 4096
+MAX_REPLY_NBYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who is there? Answered by Welcome."""
+
+    client_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class List:
+    """The names served. Answered by Datasets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Where is the segment of `name`, or of `source_key`, or (both None) of the only dataset? Answered by Attached."""
+
+    name: str | None = None
+    source_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Where are these samples? Answered by Offsets.
+
+    `indices` is int64, little-endian, each in [0, n). `block_size` and `stride` are in items, 0 for stored samples.
+    `nonce` is the segment that the client reads (empty: whichever is served); another one served is an error.
+    """
+
+    name: str
+    indices: bytes
+    column: str | None = None
+    block_size: int = 0
+    stride: int = 0
+    nonce: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How is `name`, or everything? Answered by StatusReport."""
+
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Owner only: remove the segments and exit. Answered by Stopping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The daemon behind the socket."""
+
+    daemon_version: str
+    pid: int
+    uid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Datasets:
+    """The names served, loading ones included, in the order they were given."""
+
+    names: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """One segment to map: its path, and the nonce that its header must hold. block_size 0 means no default."""
+
+    name: str
+    path: str
+    nonce: bytes
+    block_size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """For each index of the Lookup: bytes from the segment's start, and bytes; int64, little-endian."""
+
+    offsets: bytes
+    nbytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetStatus:
+    """One dataset as the daemon sees it; the sizes are in bytes."""
+
+    name: str
+    state: str
+    """"loading", "ready" or "failed"."""
+    format: str
+    data: list[str]
+    num_samples: int
+    segment_nbytes: int
+    loaded_nbytes: int
+    huge_nbytes: int
+    """Of the segment, how many bytes lie on huge pages."""
+    path: str
+    generation: int
+    adopted: bool
+    load_seconds: float
+    source_changed: bool
+    attached_pids: list[int]
+    """Processes of the daemon's pid namespace that have the segment mapped."""
+    attached_elsewhere: int
+    """How many processes of other pid namespaces have it mapped."""
+    block_size: int
+    stride: int
+    notes: list[str]
+    error: str
+    """Why it failed, else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReport:
+    """The daemon and its datasets. `private_nbytes` is the daemon's own memory, the segments not counted."""
+
+    daemon_version: str
+    pid: int
+    endpoint: str
+    shm_dir: str
+    uptime_seconds: float
+    private_nbytes: int
+    datasets: list[DatasetStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The daemon is on its way out."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The answer to any request that failed: a code of `errors.ERROR_CLASSES` and the message."""
+
+    code: str
+    message: str
+
+
+Request: TypeAlias = Hello | List | Attach | Lookup | Status
+Control: TypeAlias = Stop
+Reply: TypeAlias = Welcome | Datasets | Attached | Offsets | StatusReport | Stopping | Failure
+Message: TypeAlias = Request | Control | Reply
+
+_OPS: Final[dict[type[Any], str]] = {
+    Hello: "hello",
+    List: "list",
+    Attach: "attach",
+    Lookup: "lookup",
+    Status: "status",
+    Stop: "stop",
+    Welcome: "welcome",
+    Datasets: "datasets",
+    Attached: "attached",
+    Offsets: "offsets",
+    StatusReport: "status-report",
+    Stopping: "stopping",
+    Failure: "failure",
+}
+
+
+def encode(message: Message, request_id: int) -> bytes:
+    """Return the frame of one message."""
+    frame: bytes = msgpack.packb(
+        {"v": PROTOCOL_VERSION, "id": request_id, "op": _OPS[type(message)], **_to_fields(message)}, use_bin_type=True
+    )
+    return frame
+
+
+def _to_fields(record: Any) -> dict[str, Any]:
+    return {f.name: _to_wire(getattr(record, f.name)) for f in fields(record)}
+
+
+def _to_wire(value: Any) -> Any:
+    if is_dataclass(value):
+        return _to_fields(value)
+    if isinstance(value, list):
+        return [_to_wire(item) for item in value]
+    return value
+
+
+def decode_request(frame: bytes) -> tuple[int, Request]:
+    """Return (request id, request) of a frame that arrived on the clients' socket. Raises ProtocolError."""
+    return _decode(frame, MAX_REQUEST_NBYTES, _REQUESTS)
+
+
+def decode_control(frame: bytes) -> tuple[int, Control]:
+    """Return (request id, request) of a frame that arrived on the owner's socket. Raises ProtocolError."""
+    return _decode(frame, MAX_REQUEST_NBYTES, _CONTROLS)
+
+
+def decode_reply(frame: bytes) -> tuple[int, Reply]:
+    """Return (request id, reply) of a frame that arrived at a client. Raises ProtocolError."""
+    return _decode(frame, MAX_REPLY_NBYTES, _REPLIES)
+
+
+def request_id_of(frame: bytes) -> int:
+    """Return the id of a frame that could not be decoded, so that the failure finds its asker; 0 where there is none."""
+    try:
+        envelope = _unpack(frame, MAX_REQUEST_NBYTES)
+    except ProtocolError:
+        return 0
+    request_id = envelope.get("id")
+    return request_id if type(request_id) is int and 0 <= request_id < 1 << 63 else 0
+
+
+_Kinds: TypeAlias = dict[str, type[Any]]
+_REQUESTS: Final[_Kinds] = {_OPS[kind]: kind for kind in typing.get_args(Request)}
+_CONTROLS: Final[_Kinds] = {_OPS[Stop]: Stop}
+_REPLIES: Final[_Kinds] = {_OPS[kind]: kind for kind in typing.get_args(Reply)}
+
+
+def _unpack(frame: bytes, limit: int) -> dict[str, Any]:
+    if len(frame) > limit:
+        raise ProtocolError(f"message of {len(frame)} bytes is over the limit of {limit}")
+    try:
+        envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"message is not msgpack: {type(error).__name__}: {error}") from error
+    if type(envelope) is not dict:
+        raise ProtocolError(f"message is a {type(envelope).__name__}, not a map")
+    return envelope
+
+
+def _decode(frame: bytes, limit: int, kinds: _Kinds) -> tuple[int, Any]:
+    envelope = _unpack(frame, limit)
+    version, request_id, op = (envelope.pop(key, None) for key in ("v", "id", "op"))
+    if version != PROTOCOL_VERSION or type(version) is not int:
+        raise ProtocolError(
+            f"message of protocol version {version!r}, this side speaks version {PROTOCOL_VERSION}: "
+            "use the same shmserve version in the daemon and in training"
+        )
+    if type(request_id) is not int or not 0 <= request_id < 1 << 63:
+        raise ProtocolError(f"message with the id {request_id!r}: it must be an integer in [0, 2^63)")
+    kind = kinds.get(op) if type(op) is str else None
+    if kind is None:
+        raise ProtocolError(f"message with the op {op!r}: this socket takes {', '.join(sorted(kinds))}")
+    return request_id, _from_fields(kind, envelope)
+
+
+@lru_cache(maxsize=None)
+def _field_types(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _from_fields(kind: type[Any], values: dict[str, Any]) -> Any:
+    types_by_name = _field_types(kind)
+    if values.keys() != types_by_name.keys():
+        different = sorted(values.keys() ^ types_by_name.keys())
+        raise ProtocolError(f"{kind.__name__} message with missing or unknown fields: {', '.join(map(str, different))}")
+    return kind(**{name: _from_wire(kind, name, hint, values[name]) for name, hint in types_by_name.items()})
+
+
+def _from_wire(kind: type[Any], name: str, hint: Any, value: Any) -> Any:
+    if typing.get_origin(hint) is types.UnionType:
+        if value is None:
+            return None
+        (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
+    if typing.get_origin(hint) is list and type(value) is list:
+        (item_hint,) = typing.get_args(hint)
+        return [_from_wire(kind, name, item_hint, item) for item in value]
+    if is_dataclass(hint) and isinstance(hint, type) and type(value) is dict:
+        return _from_fields(hint, value)
+    if type(value) is not hint:
+        raise ProtocolError(f"{kind.__name__} message: {name} is a {type(value).__name__}, expected {hint}")
+    return value
+
+
+def failure_from(error: ShmserveError) -> Failure:
+    """Return the message that tells a client of `error`."""
+    return Failure(error.code, str(error))
+
+
+def error_from(failure: Failure) -> ShmserveError:
+    """Return the exception that a client raises for `failure`; a code of a newer daemon gives the root class."""
+    return ERROR_CLASSES.get(failure.code, ShmserveError)(failure.message)
