@@ -5,15 +5,18 @@
     data_offset       the arrays, each aligned to ARRAY_ALIGNMENT; data_offset is a multiple of DATA_ALIGNMENT
     total_nbytes      end of the segment
 
-Nothing here touches a file: `encode` and `decode` work on bytes, so that a hostile segment can be judged before it is used.
+Nothing here touches a file: it all works on bytes, so that a hostile segment can be judged before it is used.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import types
+import typing
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cache
 from typing import Any, Final
 
 import msgpack
@@ -51,9 +54,11 @@ DESCRIPTION_OFFSET: Final = 128
 ARRAY_ALIGNMENT: Final = 64
 DATA_ALIGNMENT: Final = 2 << 20
 MAX_DESCRIPTION_NBYTES: Final = 64 << 20
+MAX_DIMENSIONS: Final = 32
 
 DTYPES: Final = {
-    name: np.dtype(name).newbyteorder("<")
+    # By way of its string: newbyteorder alone gives a dtype whose memoryviews have a format that Python cannot index.
+    name: np.dtype(np.dtype(name).newbyteorder("<").str)
     for name in (
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
         *("float16", "float32", "float64", "complex64", "complex128", "bool"),
@@ -100,7 +105,7 @@ class SourceRecord:
     key: str
     """`source_key` of the data paths and of the options that change bytes: the same question asked again."""
     fingerprint: str
-    """Hash of `key` and of each file's path, size, mtime_ns and inode: the same answer."""
+    """Hash of the options and of each file's path, size, mtime_ns and inode: the same answer, however it was asked."""
     data: tuple[str, ...]
     """The paths as they were given, made absolute."""
     files: int
@@ -221,7 +226,7 @@ def decode_header(head: bytes, file_nbytes: int) -> Header:
         )
     if header_nbytes != HEADER.size or description_offset != DESCRIPTION_OFFSET or flags != 0:
         raise SegmentFormatError(
-            f"segment header is damaged: header size {header_nbytes}, description at {description_offset}, flags {flags}"
+            f"segment header is damaged: {header_nbytes} bytes, description at {description_offset}, flags {flags}"
         )
     if total != file_nbytes:
         raise SegmentFormatError(f"segment is damaged: the header says {total} bytes, the file has {file_nbytes}")
@@ -232,7 +237,7 @@ def decode_header(head: bytes, file_nbytes: int) -> Header:
         or not DESCRIPTION_OFFSET + description_nbytes <= total
     ):
         raise SegmentFormatError(
-            f"segment header is damaged: {description_nbytes} bytes of description, data at {data}, {total} bytes in all"
+            f"segment header is damaged: {description_nbytes} bytes of description, data at {data}, {total} in all"
         )
     return Header(nonce, total, generation, description_nbytes, data, crc)
 
@@ -247,54 +252,44 @@ def decode_description(packed: bytes, header: Header) -> Description:
         raise SegmentFormatError("segment is damaged: the description does not match its checksum")
     try:
         fields = msgpack.unpackb(packed, raw=False, strict_map_key=True)
-        description = _description(fields)
-        _check(description, header)
-    except SegmentFormatError:
-        raise
-    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
-        raise SegmentFormatError(f"segment description is malformed: {type(error).__name__}: {error}") from error
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise SegmentFormatError(f"segment description is not msgpack: {type(error).__name__}: {error}") from error
+    description: Description = _typed(Description, fields, "description")
+    _check(description, header)
     return description
 
 
-def _description(fields: dict[str, Any]) -> Description:
-    return Description(
-        **{
-            **fields,
-            "columns": tuple(_column(column) for column in fields["columns"]),
-            "source": SourceRecord(**{**fields["source"], "data": tuple(fields["source"]["data"])}),
-            "arrays": {name: _array(array) for name, array in fields["arrays"].items()},
-            "notes": tuple(fields["notes"]),
-        }
-    )
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """Return what msgpack gave as the type that `hint` declares, records and all; nothing is converted or guessed."""
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return None if value is None else _typed(of[0], value, where)
+    if origin is tuple and type(value) is list:
+        return tuple(_typed(of[0], item, f"{where}[{number}]") for number, item in enumerate(value))
+    if origin is dict and type(value) is dict:
+        return {_typed(str, name, where): _typed(of[1], item, f"{where}[{name!r}]") for name, item in value.items()}
+    if isinstance(hint, type) and is_dataclass(hint) and type(value) is dict:
+        hints = _type_hints(hint)
+        if value.keys() != hints.keys():
+            raise SegmentFormatError(f"segment description is malformed: {where} has missing or unknown fields")
+        return hint(**{name: _typed(hints[name], value[name], f"{where}.{name}") for name in hints})
+    if type(value) is not hint:
+        raise SegmentFormatError(f"segment description is malformed: {where} is a {type(value).__name__}")
+    return value
 
 
-def _column(fields: dict[str, Any]) -> Column:
-    def optional(name: str) -> Array | None:
-        return None if fields[name] is None else _array(fields[name])
-
-    return Column(
-        **{
-            **fields,
-            "values": _array(fields["values"]),
-            "offsets": optional("offsets"),
-            "shapes": optional("shapes"),
-            "shape_offsets": optional("shape_offsets"),
-        }
-    )
-
-
-def _array(fields: dict[str, Any]) -> Array:
-    array = Array(**{**fields, "shape": tuple(fields["shape"])})
-    if array.dtype not in DTYPES:
-        raise SegmentFormatError(f"segment has an array of the unknown dtype {array.dtype!r}")
-    if not all(type(extent) is int and extent >= 0 for extent in (*array.shape, array.offset)):
-        raise SegmentFormatError(f"segment has an array of shape {array.shape} at offset {array.offset}")
-    return array
+@cache
+def _type_hints(record: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(record)
 
 
 def _check(description: Description, header: Header) -> None:
     end_of_previous = header.data_offset
     for array in description.all_arrays():
+        if array.dtype not in DTYPES:
+            raise SegmentFormatError(f"segment has an array of the unknown dtype {array.dtype!r}")
+        if not _is_shape(array.shape):
+            raise SegmentFormatError(f"segment has an array of the shape {array.shape[:MAX_DIMENSIONS]}")
         if array.offset % ARRAY_ALIGNMENT or array.offset < end_of_previous:
             raise SegmentFormatError(f"segment has an array at offset {array.offset}, unaligned or inside another")
         end_of_previous = array.offset + array.nbytes
@@ -303,13 +298,19 @@ def _check(description: Description, header: Header) -> None:
                 f"segment has an array up to byte {end_of_previous}, but {header.total_nbytes} bytes in all"
             )
     count = description.num_samples
-    if type(count) is not int or count < 0 or type(description.stream) is not bool or not description.columns:
-        raise SegmentFormatError(f"segment says {count!r} samples in {len(description.columns)} columns")
+    names = [column.name for column in description.columns]
+    if count < 0 or not names or len(set(names)) < len(names):
+        raise SegmentFormatError(f"segment of {count} samples has {len(names)} columns with {len(set(names))} names")
     for column in description.columns:
         if column.kind != "tensor":
             raise SegmentFormatError(f"column {column.name!r} is of the unknown kind {column.kind!r}")
         if not _consistent(column, count):
             raise SegmentFormatError(f"column {column.name!r} contradicts the {count} samples of its dataset")
+
+
+def _is_shape(shape: tuple[int, ...]) -> bool:
+    """Return whether numpy can have the shape, for any dtype; it counts an empty axis as if it had one item."""
+    return len(shape) <= MAX_DIMENSIONS and min(shape, default=0) >= 0 and math.prod(n or 1 for n in shape) < 1 << 59
 
 
 def _consistent(column: Column, count: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 import typing
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import msgpack
@@ -45,6 +45,7 @@ __all__ = [
     "encode",
     "error_from",
     "failure_from",
+    "request_id_of",
 ]
 
 PROTOCOL_VERSION: Final = 1
@@ -147,6 +148,8 @@ class DatasetStatus:
     format: str
     data: list[str]
     num_samples: int
+    stream: bool
+    """Whether it is a flat token file: `num_samples` then counts tokens, and a client must give a block_size."""
     segment_nbytes: int
     loaded_nbytes: int
     huge_nbytes: int
@@ -253,7 +256,7 @@ def decode_reply(frame: bytes) -> tuple[int, Reply]:
 
 
 def request_id_of(frame: bytes) -> int:
-    """Return the id of a frame that could not be decoded, so that the failure finds its asker; 0 where there is none."""
+    """Return the id of a frame that could not be decoded, so that the failure finds its asker; 0 without one."""
     try:
         envelope = _unpack(frame, MAX_REQUEST_NBYTES)
     except ProtocolError:
@@ -296,7 +299,7 @@ def _decode(frame: bytes, limit: int, kinds: _Kinds) -> tuple[int, Any]:
     return request_id, _from_fields(kind, envelope)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _field_types(kind: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 

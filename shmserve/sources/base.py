@@ -1,7 +1,7 @@
 """What a source is: it recognises one shard on disk, says which files it needs, and plans the arrays of its segment.
 
-Recognising reads a few bytes of a file's head. Planning reads and checks the index, in bounded memory. Neither reads the
-values: they flow from the files straight into the segment, piece by piece, when the writer asks for them.
+Recognising reads a few bytes of a file's head. Planning reads and checks the index, in bounded memory. Neither reads
+the values: they flow from the files straight into the segment, piece by piece, when the writer asks for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 
 from shmserve_client.writer import Piece
 
-__all__ = ["HEAD_NBYTES", "ArrayPlan", "Corpus", "RaggedPlan", "ShardPlan", "Source", "SourceOptions"]
+__all__ = ["HEAD_NBYTES", "ArrayPlan", "Corpus", "Positions", "RaggedPlan", "ShardPlan", "Source", "SourceOptions"]
 
 HEAD_NBYTES = 64
 """How many bytes of a file `recognise` is given."""
@@ -39,32 +39,32 @@ class ArrayPlan:
     pieces: tuple[Piece, ...]
 
 
+class Positions(Piece, ABC):
+    """A piece of int64 positions that can be moved on by the length of the shards before."""
+
+    @abstractmethod
+    def shifted(self, by: int) -> Positions:
+        """Return the same positions, each `by` larger."""
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedPlan:
     """How `values` divides into samples: int64 starts, relative to this shard's first value, without the last end.
 
-    N-d samples also have `shapes` and, again without the last end, `shape_starts`.
+    N-d samples also have `shapes` (int64, 1-d) and, again without the last end, `shape_starts`.
     """
 
     count: int
-    starts: tuple[Shiftable, ...]
+    starts: tuple[Positions, ...]
     shapes: ArrayPlan | None = None
-    shape_starts: tuple[Shiftable, ...] = ()
-
-
-class Shiftable(Piece, ABC):
-    """A piece of int64 positions that can be moved on by the length of the shards before."""
-
-    @abstractmethod
-    def shifted(self, by: int) -> Shiftable:
-        """Return the same positions, each `by` larger."""
+    shape_starts: tuple[Positions, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
     """One shard's part of the dataset's single column.
 
-    `values` is 1-d and joined by `ragged` into samples; or, where `ragged` is None, its first axis counts the samples.
+    `values` is 1-d and divided by `ragged` into samples; or, where `ragged` is None, its first axis counts the samples.
     `stream` marks flat tokens, which have samples only through a block_size.
     """
 
@@ -72,11 +72,12 @@ class ShardPlan:
     values: ArrayPlan
     ragged: RaggedPlan | None = None
     stream: bool = False
-    documents: tuple[Shiftable, ...] = ()
-    """Megatron's document_indices, without its leading 0: int64 sequence indices."""
-    modes: tuple[Piece, ...] = ()
-    """Megatron's int8 mode of each sequence."""
+    documents: tuple[Positions, ...] | None = None
+    """Megatron's document_indices without their leading 0: sequence indices in [0, count]. None: it has none."""
+    modes: tuple[Piece, ...] | None = None
+    """Megatron's int8 mode of each sequence. None: the shard is not multimodal."""
     notes: tuple[str, ...] = ()
+    """What was assumed, for people; without the shard's path, so that shards which assume the same say it once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +99,35 @@ class Corpus:
 class Source(ABC):
     """One shard in one format. A subclass is registered in `shmserve.sources.SOURCES`."""
 
-    format: ClassVar[str]
-    """The format's name as people see it, such as "megatron"."""
+    suffixes: ClassVar[tuple[str, ...]]
+    """How the names of the shard's own files end, so that a directory's other files are passed over."""
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """The format's name as people see it, such as "megatron"."""
+
+    @property
+    @abstractmethod
+    def files(self) -> Sequence[Path]:
+        """The files that the shard's bytes depend on, the values' file first; the same for either half of a pair."""
 
     @classmethod
     @abstractmethod
     def recognise(cls, path: Path, head: bytes, options: SourceOptions) -> Self | None:
-        """Return the shard that `path` (a file, or the prefix of a pair) belongs to, or None if it is another format.
+        """Return the shard that the file `path` belongs to, or None if it is of another format.
 
-        `head` is the file's first HEAD_NBYTES bytes, empty for a prefix. Names alone do not decide where bytes can.
+        `head` is the file's first HEAD_NBYTES bytes. Names alone do not decide where bytes can.
 
         Raises:
-            SourceFormatError: surely this format, but one of its kinds that is not supported, or half of a pair.
+            SourceNotFoundError: half of a pair is missing.
+            SourceFormatError: surely this format, but damaged, or one of its kinds that is not supported.
         """
-
-    @abstractmethod
-    def files(self) -> Sequence[Path]:
-        """Return the files that the shard's bytes depend on, the same for either half of a pair."""
 
     @abstractmethod
     def plan(self, options: SourceOptions) -> ShardPlan:
         """Return the plan, the index read and checked against the values' file.
 
         Raises:
-            SourceNotFoundError: a file is missing.
             SourceFormatError: the files contradict their format, each other or the options.
         """

@@ -1,0 +1,175 @@
+"""A client's connection to one daemon: a request goes out, and its reply or an error comes back in the time allowed."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from types import TracebackType
+from typing import Any, Final, Self
+
+import zmq
+
+from .endpoint import find_endpoint, parse_endpoint
+from .errors import DaemonUnreachableError, DatasetNotReadyError, ProtocolError
+from .protocol import MAX_REPLY_NBYTES, Attach, Attached, Failure, Message, Reply, decode_reply, encode, error_from
+
+__all__ = ["Connection", "attach_when_ready"]
+
+_RETURN_S: Final = 5.0
+"""How long a daemon that went away in the middle of a request may take to come back."""
+_ASK_AGAIN_S: Final = (0.02, 1.0)
+"""The first and the longest pause between two questions whether a dataset has been loaded."""
+
+
+class Connection:
+    """A connection that outlives a restart of its daemon and never takes a late reply for another request's.
+
+    Threads may share one: their requests go out one after the other. A forked child that inherits one connects anew,
+    since a ZeroMQ context neither works nor can be closed beyond a fork.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], timeout_s: float) -> None:
+        """Prepare a connection to the socket at `path`; a request fails that takes longer than `timeout_s` seconds."""
+        self.path = parse_endpoint(os.fspath(path))
+        self.timeout_s = timeout_s
+        self._last_id = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._forget()
+        _connections.add(self)
+
+    def _forget(self) -> None:
+        """Leave whatever there is to its owner, the parent process, and start without a connection."""
+        if self._context is not None:
+            _of_parent.append((self._context, self._socket, self._monitor))
+        self._lock = threading.Lock()
+        self._context = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+
+    def request(self, message: Message) -> Reply:
+        """Return the daemon's reply to `message`.
+
+        Raises:
+            DaemonUnreachableError: nobody listens at the path (at once), or no reply came in time.
+            ShmserveError: what the daemon answered when it refused, as the class that names the reason.
+            ProtocolError: the reply is malformed or of another protocol version.
+        """
+        with self._lock:
+            self._last_id += 1
+            frame = encode(message, self._last_id)
+            try:
+                reply = self._exchange(frame, self._last_id)
+            except BaseException:
+                # What this request left in queues must not delay the next, which therefore gets a new socket.
+                self._disconnect()
+                raise
+        if isinstance(reply, Failure):
+            raise error_from(reply)
+        return reply
+
+    def _exchange(self, frame: bytes, request_id: int) -> Reply:
+        socket, monitor = self._connect()
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        deadline = time.monotonic() + self.timeout_s
+        self._send(socket, frame)
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            ready = dict(poller.poll(math.ceil(remaining_s * 1000)))
+            if socket in ready:
+                reply_id, reply = decode_reply(socket.recv())
+                # A failure with the id 0 answers a request whose own id the daemon could not read.
+                if reply_id == request_id or (reply_id == 0 and isinstance(reply, Failure)):
+                    return reply
+            elif monitor in ready:
+                # The daemon closed the connection: the request may be lost with it, and ZeroMQ reconnects by itself.
+                # Asking twice is harmless: requests change nothing, and a second reply has an id of the past.
+                monitor.recv_multipart()
+                self._send(socket, frame)
+                deadline = min(deadline, time.monotonic() + _RETURN_S)
+        raise DaemonUnreachableError(
+            f"daemon at ipc://{self.path} did not answer within {self.timeout_s:g} s: see whether it runs with "
+            "`shmserve status`, or allow more with timeout="
+        )
+
+    def _send(self, socket: zmq.Socket[bytes], frame: bytes) -> None:
+        try:
+            socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            # There is room for a thousand requests: ZeroMQ has given the daemon up, for not speaking its protocol or
+            # for a message over the limit.
+            raise DaemonUnreachableError(f"what answers at ipc://{self.path} is not a shmserve daemon") from None
+
+    def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        if self._socket is not None and self._monitor is not None:
+            return self._socket, self._monitor
+        # Connecting in ZeroMQ succeeds whether or not anybody is there: ask the kernel first.
+        find_endpoint(self.path)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_NBYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(f"ipc://{self.path}")
+        return self._socket, self._monitor
+
+    def _disconnect(self) -> None:
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        self._context = self._socket = self._monitor = None
+
+    def close(self) -> None:
+        """Give the sockets back, without waiting for anything unsent; idempotent. A later request connects anew."""
+        with self._lock:
+            self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach_when_ready(path: str, question: Attach, *, timeout_s: float, patience_s: float) -> Attached:
+    """Return where the segment is that `question` asks the daemon at `path` for, once it has been loaded.
+
+    Each question may take `timeout_s` seconds, and the loading `patience_s`.
+
+    Raises:
+        DatasetNotReadyError: it still loads after `patience_s` seconds.
+        ShmserveError: as `Connection.request`.
+    """
+    deadline = time.monotonic() + patience_s
+    pause_s, longest_s = _ASK_AGAIN_S
+    while True:
+        try:
+            # A connection for each question: so a daemon that fails to load and exits is noticed at once.
+            with Connection(path, timeout_s) as connection:
+                reply = connection.request(question)
+        except DatasetNotReadyError as error:
+            if time.monotonic() + pause_s > deadline:
+                raise DatasetNotReadyError(f"{error}, after {patience_s:g} s: allow more with timeout=") from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+            continue
+        if not isinstance(reply, Attached):
+            raise ProtocolError(f"the daemon answered {type(reply).__name__} to a request to attach")
+        return reply
+
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_of_parent: list[Any] = []
+"""ZeroMQ objects that came through a fork: kept for ever, since they can only be destroyed where their threads run."""
+
+
+def _forget_connections_of_parent() -> None:
+    for connection in list(_connections):
+        connection._forget()
+
+
+os.register_at_fork(after_in_child=_forget_connections_of_parent)

@@ -1,0 +1,239 @@
+"""Where daemons listen on this node, and how a client finds them. Nothing here needs ZeroMQ.
+
+An endpoint is the path of a UNIX socket, written as such or as `ipc://` and the path. Beside the socket lie the owner's
+socket (`control_path`), the lock (`lock_path`) and the log (`log_path`).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from typing import Final
+
+from .errors import DaemonUnreachableError, EndpointError
+
+__all__ = [
+    "DEFAULT_NAME",
+    "MAX_SOCKET_PATH_NBYTES",
+    "control_path",
+    "default_directories",
+    "default_directory",
+    "default_endpoint",
+    "ensure_directory",
+    "find_endpoint",
+    "find_endpoints",
+    "listening",
+    "lock_path",
+    "log_path",
+    "parse_endpoint",
+    "source_key",
+    "unreachable",
+]
+
+DEFAULT_NAME: Final = "daemon.sock"
+MAX_SOCKET_PATH_NBYTES: Final = 107
+"""Longer paths do not fit into sockaddr_un; libzmq then makes no socket and reports no error."""
+_NODE_DIRECTORY: Final = "/run/shmserve"
+_LONGEST_NAME_NBYTES: Final = 40
+"""Room for the longest socket name that is made here: an embedded daemon's, with its `.ctl`."""
+
+
+def control_path(path: str) -> str:
+    """Return the owner's socket of the daemon at `path`."""
+    return path + ".ctl"
+
+
+def lock_path(path: str) -> str:
+    """Return the lock file that the daemon at `path` holds as long as it lives."""
+    return path + ".lock"
+
+
+def log_path(path: str) -> str:
+    """Return where the daemon at `path` logs once it is detached."""
+    return path + ".log"
+
+
+def parse_endpoint(endpoint: str) -> str:
+    """Return the absolute socket path that `endpoint` (`ipc:///path` or the path alone) names.
+
+    Raises:
+        EndpointError: another transport, a relative path, or a path too long for a socket.
+    """
+    scheme, separator, rest = endpoint.partition("://")
+    if separator and scheme != "ipc":
+        raise EndpointError(f"endpoint {endpoint!r}: {scheme}:// is not supported, give ipc:///path/of/the.sock")
+    path = rest if separator else endpoint
+    if not os.path.isabs(path) or path.endswith("/"):
+        raise EndpointError(
+            f"endpoint {endpoint!r} is not the absolute path of a socket, such as ipc:///path/of/the.sock"
+        )
+    nbytes = len(os.fsencode(control_path(path)))
+    if nbytes > MAX_SOCKET_PATH_NBYTES:
+        raise EndpointError(
+            f"endpoint {path!r} has {len(os.fsencode(path))} bytes, a socket's path may have "
+            f"{MAX_SOCKET_PATH_NBYTES - len(control_path(''))}: choose a shorter directory"
+        )
+    return os.path.normpath(path)
+
+
+def default_directories() -> list[str]:
+    """Return the directories where this user's daemons may listen, best first, whether they exist or not.
+
+    TMPDIR has no say: ssh and batch systems set it differently for daemon and client.
+    """
+    uid = os.geteuid()
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
+    candidates = [runtime_dir + "/shmserve"] if os.path.isabs(runtime_dir) else []
+    candidates += [f"/run/user/{uid}/shmserve", f"/tmp/shmserve-{uid}"]
+    return list(dict.fromkeys(os.path.normpath(candidate) for candidate in candidates))
+
+
+def default_directory() -> str:
+    """Return the first of the default directories that exists or can be made, and that is short enough for a socket.
+
+    Raises:
+        EndpointError: there is none.
+    """
+    candidates = default_directories()
+    for directory in candidates:
+        parent = os.path.dirname(directory)
+        fits = len(os.fsencode(directory)) + 1 + _LONGEST_NAME_NBYTES <= MAX_SOCKET_PATH_NBYTES
+        if fits and os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK):
+            return directory
+    raise EndpointError(f"no directory for the socket: none of {', '.join(candidates)} can be used, give --endpoint")
+
+
+def default_endpoint() -> str:
+    """Return the socket path at which a daemon listens unless told otherwise: `$SHMSERVE_ENDPOINT`, or the default."""
+    chosen = os.environ.get("SHMSERVE_ENDPOINT")
+    return parse_endpoint(chosen) if chosen else os.path.join(default_directory(), DEFAULT_NAME)
+
+
+def ensure_directory(path: str, gid: int | None = None) -> None:
+    """Make sure that `path` is a directory of this user that nobody else can write to or list; its parent must exist.
+
+    It is made with mode 0700. With `gid`, members of that group can reach the sockets in it: 0710.
+
+    Raises:
+        EndpointError: it cannot be made, is no directory, belongs to someone else or is open to others.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise EndpointError(
+            f"cannot make the socket's directory {path}: {error.strerror}: choose another --endpoint"
+        ) from error
+    refusal = _refusal(path)
+    if refusal:
+        raise EndpointError(f"will not use the socket's directory: {refusal}")
+    if gid is not None:
+        try:
+            os.chown(path, -1, gid)
+        except OSError as error:
+            raise EndpointError(
+                f"cannot give {path} to the group {gid}: {error.strerror}: be a member of it"
+            ) from error
+        os.chmod(path, 0o710)
+
+
+def _refusal(directory: str, *, owners: tuple[int, ...] = ()) -> str:
+    """Return why sockets in `directory` are not to be trusted, or "". `owners` may own it beside this user."""
+    try:
+        status = os.lstat(directory)
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{directory} is not a directory"
+    if status.st_uid not in (os.geteuid(), *owners):
+        return f"{directory} belongs to uid {status.st_uid}, not to uid {os.geteuid()}"
+    if status.st_mode & 0o067:
+        return f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}, open to other users: chmod 700 {directory}"
+    return ""
+
+
+def _probe(path: str) -> str:
+    """Return why a client cannot connect to `path`, or "" if somebody listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return ""  # the backlog is full: somebody listens, and is slow
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+                return f"{path} (nobody listens)"
+            return f"{path} ({error.strerror or error})"
+    return ""
+
+
+def listening(path: str) -> bool:
+    """Return whether a process listens on the socket at `path` and lets this user connect, without waiting."""
+    return not _probe(path)
+
+
+def _search() -> tuple[list[str], list[str]]:
+    """Return (sockets that listen, best first; why each of the other places has none)."""
+    chosen = os.environ.get("SHMSERVE_ENDPOINT")
+    if chosen:
+        path = parse_endpoint(chosen)
+        reason = _probe(path)
+        return ([], [reason]) if reason else ([path], [])
+    found: list[str] = []
+    reasons: list[str] = []
+    for directory in [*default_directories(), _NODE_DIRECTORY]:
+        path = os.path.join(directory, DEFAULT_NAME)
+        reason = _probe(path)
+        # A directory in /tmp may be anybody's: only what would be accepted at start is believed here, too. The node's
+        # is made by root or by a service's own user, in /run, where nobody else can.
+        if not reason and directory != _NODE_DIRECTORY:
+            reason = _refusal(directory)
+        if reason:
+            reasons.append(reason)
+        else:
+            found.append(path)
+    return found, reasons
+
+
+def find_endpoints() -> list[str]:
+    """Return the sockets of the daemons that this user's clients would ask, best first; only those that listen."""
+    return _search()[0]
+
+
+def find_endpoint(endpoint: str | None = None) -> str:
+    """Return the socket that a client is to ask: `endpoint`, `$SHMSERVE_ENDPOINT`, or the first default that listens.
+
+    Raises:
+        DaemonUnreachableError: nobody listens there; the message names every place.
+        EndpointError: the endpoint cannot be one.
+    """
+    if endpoint is not None:
+        path = parse_endpoint(endpoint)
+        if _probe(path):
+            raise unreachable([_probe(path)])
+        return path
+    found, reasons = _search()
+    if not found:
+        raise unreachable(reasons)
+    return found[0]
+
+
+def unreachable(reasons: Sequence[str]) -> DaemonUnreachableError:
+    """Return the error for a search that found no daemon; `reasons` says so for each place."""
+    return DaemonUnreachableError(f"no daemon at {', '.join(reasons)}: start one with `shmserve start --data PATH`")
+
+
+def source_key(data: Sequence[str], dtype: str | None, vocab_size: int | None) -> str:
+    """Return the hex SHA-256 that names a corpus: its paths as given (made absolute, globs unexpanded) and its options.
+
+    The same question has the same key in every process; whether the answer is still the same, the daemon knows.
+    """
+    paths = [os.path.abspath(path) for path in data]
+    question = json.dumps({"data": paths, "dtype": dtype, "vocab_size": vocab_size}, sort_keys=True)
+    return hashlib.sha256(question.encode()).hexdigest()

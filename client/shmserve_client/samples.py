@@ -1,0 +1,355 @@
+"""What sample i of a column is: which items of the segment, and in which shape. Client and daemon both ask here.
+
+Reading one sample is the hot path of training, so each kind of column has one function for it that does nothing else.
+The offsets in a segment are not trusted: they are checked when they are used, since checking all of them at the start
+would read gigabytes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .errors import (
+    BlockSizeError,
+    ConfigError,
+    ProtocolError,
+    SampleIndexError,
+    SampleTypeError,
+    SegmentFormatError,
+)
+from .layout import Array, Column, Description
+
+__all__ = ["Int64s", "Samples", "find_column", "open_samples"]
+
+ArrayReader: TypeAlias = Callable[[Array], NDArray[Any]]
+"""Gives the numpy view of an array of the segment."""
+SampleReader: TypeAlias = Callable[[int], NDArray[Any]]
+"""Gives sample i as a view; its caller has checked that 0 <= i < count. It must not hold the Samples that holds it: a
+cycle would keep the segment attached until the next garbage collection."""
+Int64s: TypeAlias = NDArray[np.int64]
+
+
+class Samples(ABC):
+    """The samples of one column, indexed like a list of numpy views; the views alias the segment and keep it mapped."""
+
+    noun = "samples"
+
+    def __init__(self, column: Column, values: NDArray[Any], count: int, read: SampleReader) -> None:
+        """Hold `count` samples among the 1-d `values` of `column`."""
+        self.column: Final = column
+        self.values: Final = values
+        self.count: Final = count
+        self.read: Final = read
+
+    @abstractmethod
+    def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the half-open item ranges (starts, stops) of the samples, unchecked."""
+
+    @abstractmethod
+    def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
+        """Return the 1-d `items` of sample `index` in its shape. Raises SegmentFormatError where they do not fit it."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a view of the sample; for a slice, a list of views. Indices are as a list's."""
+        if index.__class__ is int and 0 <= index < self.count:
+            return self.read(index)
+        if isinstance(index, slice):
+            return [self.read(i) for i in self.span(index)]
+        return self.read(self.position(index))
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        return map(self.read, range(self.count))
+
+    def position(self, index: Any) -> int:
+        """Return `index`, any integer, negative ones counted from the end, as one in [0, count).
+
+        Raises:
+            SampleIndexError: no sample has it.
+            SampleTypeError: it is not an integer.
+        """
+        try:
+            number = operator.index(index)
+        except TypeError:
+            raise _not_an_index(index) from None
+        position = number + self.count if number < 0 else number
+        if not 0 <= position < self.count:
+            raise self._out_of_range(number)
+        return position
+
+    def positions(self, indices: ArrayLike) -> Int64s:
+        """Return 1-d `indices` as `position` does, at once. Raises as it does."""
+        given = np.asarray(indices)
+        if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+            raise _not_an_index(indices)
+        outside = np.flatnonzero((given < -self.count) | (given >= self.count))
+        if outside.size:
+            raise self._out_of_range(int(given[outside[0]]))
+        positions = given.astype(np.int64)
+        positions[positions < 0] += self.count
+        return positions
+
+    def span(self, indices: slice) -> range:
+        """Return the positions that a slice selects. Raises SampleTypeError where its ends are not integers."""
+        try:
+            return range(*indices.indices(self.count))
+        except TypeError:
+            raise _not_an_index(indices) from None
+
+    def extents(self, positions: Int64s) -> tuple[Int64s, Int64s]:
+        """Return (offsets, nbytes) of the samples: bytes from the segment's start, and sizes in bytes, each int64.
+
+        Args:
+            positions: 1-d, each in [0, count): negative ones are not counted from the end here.
+
+        Raises:
+            SampleIndexError: one of them is not.
+            SegmentFormatError: the segment's own offsets are damaged there.
+        """
+        outside = np.flatnonzero((positions < 0) | (positions >= self.count))
+        if outside.size:
+            raise self._out_of_range(int(positions[outside[0]]))
+        starts, stops = self._bounds(positions)
+        damaged = np.flatnonzero((starts < 0) | (stops < starts) | (stops > len(self.values)))
+        if damaged.size:
+            first = damaged[0]
+            raise _damaged(self.column.name, int(positions[first]), int(starts[first]), int(stops[first]), self.values)
+        itemsize = self.values.itemsize
+        return self.column.values.offset + starts * itemsize, (stops - starts) * itemsize
+
+    def check_extents(self, positions: Int64s, offsets: Int64s, nbytes: Int64s) -> None:
+        """Raise ProtocolError unless what a daemon says of each sample lies within the column, on item boundaries."""
+        starts = offsets - self.column.values.offset
+        end, itemsize = self.values.nbytes, self.values.itemsize
+        # A sum that overflows is of something beyond the end already.
+        outside = (starts < 0) | (starts > end) | (nbytes < 0) | (nbytes > end) | (starts + nbytes > end)
+        wrong = np.flatnonzero(outside | (starts % itemsize != 0) | (nbytes % itemsize != 0))
+        if wrong.size:
+            first = wrong[0]
+            raise ProtocolError(
+                f"the daemon says that sample {positions[first]} is {nbytes[first]} bytes at {offsets[first]}, "
+                f"which is not within column {self.column.name!r}"
+            )
+
+    def view_at(self, position: int, offset: int, nbytes: int) -> NDArray[Any]:
+        """Return the sample as a view of the `nbytes` bytes at `offset`, which `check_extents` has accepted.
+
+        Raises:
+            SegmentFormatError: such a sample does not have that many bytes.
+        """
+        start = (offset - self.column.values.offset) // self.values.itemsize
+        return self._shaped(position, self.values[start : start + nbytes // self.values.itemsize])
+
+    def _out_of_range(self, index: int) -> SampleIndexError:
+        return SampleIndexError(f"index {index} is out of range: there are {self.count} {self.noun}{self._remark()}")
+
+    def _remark(self) -> str:
+        """Return what more there is to say about the count."""
+        return ""
+
+
+class _Ragged(Samples):
+    """Sample i is `values[offsets[i]:offsets[i + 1]]`."""
+
+    def __init__(self, column: Column, array: ArrayReader, offsets: Array) -> None:
+        self.offsets: Int64s = array(offsets)
+        values = array(column.values)
+        super().__init__(column, values, len(self.offsets) - 1, _ragged_reader(column.name, values, self.offsets))
+
+    def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
+        return self.offsets[indices], self.offsets[indices + 1]
+
+    def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
+        return items
+
+
+class _RaggedNd(Samples):
+    """The same, where sample i has the shape `shapes[shape_offsets[i]:shape_offsets[i + 1]]`."""
+
+    def __init__(self, column: Column, array: ArrayReader, offsets: Array, shapes: Array, shape_offsets: Array) -> None:
+        self.offsets: Int64s = array(offsets)
+        self.shapes: Int64s = array(shapes)
+        self.shape_offsets: Int64s = array(shape_offsets)
+        values = array(column.values)
+        read = _ragged_nd_reader(column.name, values, self.offsets, self.shapes, self.shape_offsets)
+        super().__init__(column, values, len(self.offsets) - 1, read)
+
+    def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
+        return self.offsets[indices], self.offsets[indices + 1]
+
+    def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
+        return items.reshape(_shape_of(self.column.name, index, len(items), self.shapes, self.shape_offsets))
+
+
+class _Fixed(Samples):
+    """Sample i is `values[i]`; all have one shape, which may be that of a scalar."""
+
+    def __init__(self, column: Column, array: ArrayReader) -> None:
+        rows = array(column.values)
+        self._shape = rows.shape[1:]
+        super().__init__(column, rows.reshape(-1), len(rows), _fixed_reader(rows))
+
+    def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
+        length = math.prod(self._shape)
+        return indices * length, (indices + 1) * length
+
+    def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
+        if math.prod(self._shape) != len(items):
+            raise _misshapen(self.column.name, index, len(items), self._shape)
+        return items.reshape(self._shape)
+
+
+class _Windows(Samples):
+    """Sample i is the items `[i * stride, i * stride + block_size)` of all the column's items, joined."""
+
+    noun = "windows"
+
+    def __init__(self, column: Column, array: ArrayReader, block_size: int, stride: int) -> None:
+        self._block_size, self._stride = block_size, stride
+        values = array(column.values).reshape(-1)
+        count = max(0, (len(values) - block_size) // stride + 1)
+        super().__init__(column, values, count, _window_reader(values, block_size, stride))
+
+    def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
+        starts = indices * self._stride
+        return starts, starts + self._block_size
+
+    def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
+        if len(items) != self._block_size:
+            raise _misshapen(self.column.name, index, len(items), (self._block_size,))
+        return items
+
+    def _remark(self) -> str:
+        if self.count:
+            return f" of {self._block_size} items"
+        return f", since the data has {len(self.values)} items and block_size is {self._block_size}"
+
+
+def _ragged_reader(name: str, values: NDArray[Any], offsets: Int64s) -> SampleReader:
+    total = len(values)
+    starts = offsets.data  # a memoryview gives Python integers, several times faster than the array
+
+    def read(index: int) -> NDArray[Any]:
+        start, stop = starts[index], starts[index + 1]
+        if 0 <= start <= stop <= total:
+            return values[start:stop]
+        raise _damaged(name, index, start, stop, values)
+
+    return read
+
+
+def _ragged_nd_reader(
+    name: str, values: NDArray[Any], offsets: Int64s, shapes: Int64s, shape_offsets: Int64s
+) -> SampleReader:
+    read_flat = _ragged_reader(name, values, offsets)
+
+    def read(index: int) -> NDArray[Any]:
+        items = read_flat(index)
+        return items.reshape(_shape_of(name, index, len(items), shapes, shape_offsets))
+
+    return read
+
+
+def _fixed_reader(rows: NDArray[Any]) -> SampleReader:
+    def read(index: int) -> NDArray[Any]:
+        row: NDArray[Any] = rows[index, ...]  # without the ellipsis a scalar would be a copy, and no array
+        return row
+
+    return read
+
+
+def _window_reader(values: NDArray[Any], block_size: int, stride: int) -> SampleReader:
+    def read(index: int) -> NDArray[Any]:
+        start = index * stride
+        return values[start : start + block_size]
+
+    return read
+
+
+def _shape_of(name: str, index: int, length: int, shapes: Int64s, shape_offsets: Int64s) -> list[int]:
+    """Return the shape that sample `index`, of `length` items, has in an N-d ragged column."""
+    start, stop = shape_offsets[index : index + 2].tolist()
+    if not 0 <= start <= stop <= len(shapes):
+        raise _misshapen(name, index, length, f"[{start}, {stop}) of {len(shapes)} extents")
+    shape: list[int] = shapes[start:stop].tolist()
+    if math.prod(shape) != length or any(extent < 0 for extent in shape):
+        raise _misshapen(name, index, length, shape)
+    return shape
+
+
+def _damaged(name: str, index: int, start: int, stop: int, values: NDArray[Any]) -> SegmentFormatError:
+    return SegmentFormatError(
+        f"segment is damaged: sample {index} of column {name!r} is [{start}, {stop}) of {len(values)} items"
+    )
+
+
+def _misshapen(name: str, index: int, length: int, shape: object) -> SegmentFormatError:
+    return SegmentFormatError(f"sample {index} of column {name!r} has {length} items, but its shape is {shape}")
+
+
+def _not_an_index(index: object) -> SampleTypeError:
+    return SampleTypeError(f"{_brief(index)} is no index: samples are indexed by integers, and slices of them")
+
+
+def _brief(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}... ({type(value).__name__})"
+
+
+def find_column(description: Description, name: str | None) -> Column:
+    """Return the column called `name`, or the only one.
+
+    Raises:
+        ConfigError: there is no such column, or several and none was named.
+    """
+    columns = description.columns
+    found = columns if name is None else [column for column in columns if column.name == name]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(repr(column.name) for column in columns)
+    wanted = "several columns and none was named" if name is None else f"no column {name!r}"
+    raise ConfigError(f"dataset {description.name!r} has {wanted}: it has {names}")
+
+
+def open_samples(
+    description: Description, array: ArrayReader, *, column: str | None = None, block_size: int = 0, stride: int = 0
+) -> Samples:
+    """Return the samples of one column, in time that does not depend on how many there are.
+
+    Args:
+        description: what the segment says of itself, checked by `layout.decode_description`.
+        array: gives the view of one of its arrays.
+        column: the column's name; may be None where there is only one.
+        block_size: items of each window over the joined values; 0 for the samples as they are stored.
+        stride: items from one window to the next; 0 for block_size.
+
+    Raises:
+        BlockSizeError: block_size or stride is negative, a stride has no block_size, or a stream has no block_size.
+        ConfigError: there is no such column.
+    """
+    chosen = find_column(description, column)
+    if block_size < 0 or stride < 0:
+        raise BlockSizeError(f"block_size {block_size} and stride {stride} must be positive")
+    if block_size:
+        return _Windows(chosen, array, block_size, stride or block_size)
+    if stride:
+        raise BlockSizeError(f"stride {stride} without block_size: give both, or neither for the stored samples")
+    if description.stream:
+        raise BlockSizeError(
+            f"dataset {description.name!r} is a stream of {math.prod(chosen.values.shape)} items without samples of "
+            "its own: give block_size="
+        )
+    if chosen.offsets is None:
+        return _Fixed(chosen, array)
+    if chosen.shapes is None or chosen.shape_offsets is None:
+        return _Ragged(chosen, array, chosen.offsets)
+    return _RaggedNd(chosen, array, chosen.offsets, chosen.shapes, chosen.shape_offsets)

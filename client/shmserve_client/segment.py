@@ -1,0 +1,156 @@
+"""Reading a segment: attach once per process, view its arrays, be counted for as long as a view lives."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import warnings
+import weakref
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import SegmentFormatError, SegmentNotFoundError
+from .layout import DESCRIPTION_OFFSET, DTYPES, HEADER, Array, Description, Header, decode_description, decode_header
+from .locks import mark_attached
+from .mapping import map_private
+
+__all__ = ["Segment", "file_identity", "open_segment", "read_prefix", "segment_filename"]
+
+_MAX_SLUG: Final = 64
+
+
+def segment_filename(name: str, nonce: bytes) -> str:
+    """Return the file name of this user's segment for the dataset `name`."""
+    slug = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name[:_MAX_SLUG])
+    return f"shmserve-{os.geteuid()}-{slug}-{nonce.hex()[:8]}"
+
+
+def open_segment(path: str) -> int:
+    """Return a read-only descriptor of the regular file at `path`; links and everything else are refused.
+
+    Raises:
+        SegmentFormatError: no regular file.
+        SegmentNotFoundError: nothing there, or not for this user.
+    """
+    try:
+        # O_NONBLOCK: a FIFO of that name would otherwise wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise SegmentNotFoundError(
+            f"no segment at {path}: its daemon has ended, or this process has another shm directory than the daemon "
+            "(containers: share it with --ipc or a common volume)"
+        ) from error
+    except OSError as error:
+        raise SegmentNotFoundError(f"cannot open the segment at {path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SegmentFormatError(f"{path} is not a regular file, so not a segment")
+    return fd
+
+
+def read_prefix(fd: int) -> tuple[Header, Description]:
+    """Return the validated header and description of an open segment, whose arrays are neither mapped nor read.
+
+    Raises:
+        SegmentFormatError: not a segment, damaged, or of another layout version.
+    """
+    header = decode_header(os.pread(fd, HEADER.size, 0), os.fstat(fd).st_size)
+    return header, decode_description(os.pread(fd, header.description_nbytes, DESCRIPTION_OFFSET), header)
+
+
+def file_identity(fd: int) -> tuple[int, int]:
+    """Return what tells the open file from all others: its device and inode."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+class Segment:
+    """A segment that this process has attached: one object per path and nonce, however many ask for it.
+
+    It stays mapped, and this process counted, until the last view of its arrays is gone.
+    """
+
+    def __init__(self, path: str, nonce: bytes) -> None:
+        """Use `attach`: a second object for the same segment would count and map it twice."""
+        fd = open_segment(path)
+        weakref.finalize(self, os.close, fd).atexit = False  # at exit others may still read views
+        self.path = path
+        self._fd = fd  # kept for forked children, which open the file again through it
+        self._identity = file_identity(fd)
+        self.header, self.description = read_prefix(fd)
+        if self.header.nonce != nonce:
+            raise SegmentNotFoundError(
+                f"the segment at {path} is another one than the daemon's: this process has another shm directory than "
+                "the daemon (containers: share it with --ipc or a common volume), or the dataset was loaded anew"
+            )
+        self._mapping = map_private(fd, self.header.total_nbytes)
+        mark_attached(fd)
+
+    @classmethod
+    def attach(cls, path: str, nonce: bytes) -> Segment:
+        """Return the segment at `path`, mapped but not read: the time it takes does not depend on the size.
+
+        Raises:
+            OutOfSharedMemoryError: the address space of this process is limited and too small.
+            SegmentFormatError: what is there is not a segment that this version reads.
+            SegmentNotFoundError: it is gone, or this process sees another shm directory than the daemon.
+        """
+        with _attaching:
+            segment = _attached.get((path, nonce))
+            if segment is None:
+                segment = _attached[path, nonce] = cls(path, nonce)
+            return segment
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Segment.attach, (self.path, self.header.nonce)
+
+    @property
+    def writable(self) -> bool:
+        """True where views can be written to, in private; False where the kernel allows reading only."""
+        return self._mapping.writable
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self._mapping.__array_interface__
+
+    def array(self, array: Array) -> NDArray[Any]:
+        """Return `array` of the description: a view, zero-copy, which keeps the segment attached while it lives."""
+        # numpy takes this object as the owner of the view's memory, and so keeps it alive.
+        return np.ndarray(array.shape, DTYPES[array.dtype], buffer=np.asarray(self), offset=array.offset)
+
+    def _count_forked_child(self) -> None:
+        """Take a lock of this process's own: the inherited description has the parent's, and shares its life."""
+        if file_identity(self._fd) != self._identity:
+            raise OSError(errno.EBADF, "its descriptor was closed by other code")
+        own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.dup2(own, self._fd, inheritable=False)
+        finally:
+            os.close(own)
+        mark_attached(self._fd)
+
+
+_attached: weakref.WeakValueDictionary[tuple[str, bytes], Segment] = weakref.WeakValueDictionary()
+_attaching = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    global _attaching
+    _attaching = threading.Lock()  # another thread of the parent may have held it
+    for segment in list(_attached.values()):
+        try:
+            segment._count_forked_child()
+        except OSError as error:  # reading works all the same
+            warnings.warn(
+                f"process {os.getpid()} is not counted as attached to {segment.path}: {error}; "
+                "the daemon may remove the segment's name while it is in use",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

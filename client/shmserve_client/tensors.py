@@ -1,0 +1,140 @@
+"""From the numpy view of a sample to what training gets: which dtype, whose memory, one tensor or a dict of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .errors import ConfigError, SampleValueError
+from .samples import Int64s, Samples
+
+__all__ = ["DtypeOption", "OpenColumn", "Transform", "remote_reader", "shared_reader", "tensor_maker"]
+
+DtypeOption: TypeAlias = "torch.dtype | Literal['stored'] | None"
+Transform: TypeAlias = Callable[[Any], Any]
+TensorMaker: TypeAlias = Callable[[NDArray[Any], int], torch.Tensor]
+"""Makes a tensor of the view of a sample and of its index, which is for the error message alone."""
+
+_WITHOUT_ARITHMETIC: Final = frozenset(map(np.dtype, ("uint16", "uint32", "uint64")))
+"""torch can hold these, and do next to nothing with them."""
+
+
+def tensor_maker(stored: np.dtype[Any], dtype: DtypeOption, *, private: bool) -> TensorMaker:
+    """Return what turns views of dtype `stored` into tensors.
+
+    Args:
+        stored: the column's dtype.
+        dtype: the tensor's dtype. None is the stored one where torch can compute with it, else int64; "stored" is the
+            stored one in any case.
+        private: whether each tensor has memory of its own. Else it aliases the view if its dtype is the stored one.
+
+    Raises:
+        ConfigError: `dtype` is none of these, or real where the stored one is complex.
+    """
+    if dtype == "stored":
+        return _same_dtype(private)
+    if dtype is None:
+        return _converting(stored, np.dtype(np.int64)) if stored in _WITHOUT_ARITHMETIC else _same_dtype(private)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype {dtype!r}: give None, 'stored', or a torch dtype such as torch.int64")
+    if stored.kind == "c" and not dtype.is_complex:
+        raise ConfigError(f"dtype {dtype}: the data is {stored.name}, which has no such value")
+    try:
+        target = torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:  # a dtype that numpy lacks, such as bfloat16
+        return _converting_in_torch(tensor_maker(stored, None, private=private), dtype)
+    return _same_dtype(private) if target == stored else _converting(stored, target)
+
+
+def _same_dtype(private: bool) -> TensorMaker:
+    # Sample by sample, since a slice of one large tensor takes the whole storage along when a worker sends it.
+    from_numpy = torch.from_numpy
+    if private:
+        return lambda view, index: from_numpy(view.copy())
+    return lambda view, index: from_numpy(view)
+
+
+def _converting(stored: np.dtype[Any], target: np.dtype[Any]) -> TensorMaker:
+    from_numpy = torch.from_numpy
+    if target.kind not in "iu" or np.can_cast(stored, target, "safe"):
+        return lambda view, index: from_numpy(view.astype(target))
+    limits = np.iinfo(target)
+    least, most = int(limits.min), int(limits.max)
+
+    def make(view: NDArray[Any], index: int) -> torch.Tensor:
+        # Written so that NaN is refused, too.
+        if view.size and not (least <= view.min().item() and view.max().item() < most + 1):
+            raise _does_not_fit(view, index, least, most, target.name)
+        return from_numpy(view.astype(target))
+
+    return make
+
+
+def _converting_in_torch(make: TensorMaker, dtype: torch.dtype) -> TensorMaker:
+    return lambda view, index: make(view, index).to(dtype)
+
+
+def _does_not_fit(view: NDArray[Any], index: int, least: int, most: int, name: str) -> SampleValueError:
+    values = view.reshape(-1).tolist()
+    position = next(i for i, value in enumerate(values) if not least <= value < most + 1)
+    return SampleValueError(
+        f"sample {index} holds {values[position]} at position {position}, which does not fit {name}: "
+        'dtype="stored" gives the values as they are'
+    )
+
+
+@dataclass(frozen=True)
+class OpenColumn:
+    """A column whose samples become tensors."""
+
+    samples: Samples
+    make: TensorMaker
+
+
+def shared_reader(columns: Mapping[str, OpenColumn], transform: Transform | None) -> Callable[[int], Any]:
+    """Return what gives sample i, its place read from the segment: a tensor, or a dict of them, transformed."""
+    readers = {name: _tensor_reader(column) for name, column in columns.items()}
+    if len(readers) == 1:
+        (read,) = readers.values()
+    else:
+
+        def read(position: int) -> Any:
+            return {name: read_one(position) for name, read_one in readers.items()}
+
+    if transform is None:
+        return read
+    return lambda position: transform(read(position))
+
+
+def _tensor_reader(column: OpenColumn) -> Callable[[int], Any]:
+    view, make = column.samples.read, column.make
+    return lambda position: make(view(position), position)
+
+
+def remote_reader(
+    columns: Mapping[str, OpenColumn],
+    transform: Transform | None,
+    extents: Callable[[Samples, Int64s], tuple[Int64s, Int64s]],
+) -> Callable[[Int64s], list[Any]]:
+    """Return what gives the list of the samples at positions, their places told by `extents`."""
+
+    def read_column(column: OpenColumn, positions: Int64s) -> list[torch.Tensor]:
+        offsets, nbytes = extents(column.samples, positions)
+        places = zip(positions.tolist(), offsets.tolist(), nbytes.tolist(), strict=True)
+        return [column.make(column.samples.view_at(*place), place[0]) for place in places]
+
+    def read_many(positions: Int64s) -> list[Any]:
+        tensors = {name: read_column(column, positions) for name, column in columns.items()}
+        samples: list[Any]
+        if len(tensors) == 1:
+            (samples,) = tensors.values()
+        else:
+            samples = [dict(zip(tensors, sample, strict=True)) for sample in zip(*tensors.values(), strict=True)]
+        return samples if transform is None else list(map(transform, samples))
+
+    return read_many

@@ -1,0 +1,174 @@
+"""Writes a segment: reserves memory step by step, has the pieces read their bytes straight into it, publishes it whole.
+
+The file has no name until it is complete, so no reader sees half a segment, and a writer that is killed leaves nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .admission import check_room, shortage
+from .errors import ConfigError, VocabularyError
+from .filling import Filling, Span, ValueCheck
+from .layout import DTYPES, NONCE_NBYTES, Array, Column, Description, encode_prefix, place_arrays
+from .locks import take_owner_lock
+from .owned import OwnedSegment, adopt_segment, share_with_group
+from .segment import segment_filename
+
+__all__ = ["OwnedSegment", "Piece", "Values", "adopt_segment", "write_segment"]
+
+
+class Piece(ABC):
+    """Some consecutive bytes of one array, which are read into the segment when the writer asks for them."""
+
+    nbytes: int
+    """How many bytes the piece has: a multiple of the array's item size, known before anything is read."""
+
+    @abstractmethod
+    def read_into(self, target: NDArray[np.uint8], start: int) -> None:
+        """Fill `target`, a 1-d view of the segment, with the piece's bytes `[start, start + len(target))`.
+
+        Both ends are item boundaries. Several threads call this at once, each for another range. An OSError of the
+        source file is the writer's to explain.
+
+        Raises:
+            SourceFormatError: the source has changed since it was planned.
+        """
+
+
+class Values(Piece):
+    """A piece that is in memory already, such as a small index. The array is referenced, not copied."""
+
+    def __init__(self, values: NDArray[Any]) -> None:
+        stored = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+        self._bytes = stored.reshape(-1).view(np.uint8)
+        self.nbytes = stored.nbytes
+
+    def read_into(self, target: NDArray[np.uint8], start: int) -> None:
+        """Copy the bytes `[start, start + len(target))` of the array to `target`."""
+        target[:] = self._bytes[start : start + target.nbytes]
+
+
+def write_segment(
+    description: Description,
+    pieces: Sequence[Sequence[Piece]],
+    *,
+    shm_dir: str,
+    progress: Callable[[int, int], None],
+    cancelled: threading.Event,
+    vocab_size: int | None,
+    gid: int | None = None,
+    generation: int = 1,
+) -> OwnedSegment:
+    """Return the complete, populated segment, linked to its name in `shm_dir` and owned by this process.
+
+    After an exception of any kind nothing is left of it.
+
+    Args:
+        description: what it holds; the offsets of its arrays are set here.
+        pieces: for each of `description.all_arrays()`, in that order, the pieces whose bytes follow each other in it.
+        shm_dir: a directory on a tmpfs.
+        progress: called with the bytes done and in all, from the writer's threads, one call at a time.
+        cancelled: when set, the writer gives up after the step that it is in, of 2 MiB.
+        vocab_size: every value of the first column must lie in `[0, vocab_size)`; None: no check.
+        gid: a group that may read the segment, besides its user.
+        generation: counts the versions of one dataset.
+
+    Raises:
+        CancelledError: `cancelled` was set (`concurrent.futures.CancelledError`).
+        ConfigError: no segment can be created in `shm_dir`.
+        OutOfSharedMemoryError: it does not fit, found before loading wherever possible.
+        SourceFormatError: a source file has changed or cannot be read.
+        VocabularyError: a value outside the vocabulary; the first of all is named.
+    """
+    placed, data_offset, total_nbytes = place_arrays(description)
+    spans = _spans(placed.all_arrays(), pieces)
+    check = None if vocab_size is None else _value_check(placed.columns[0], vocab_size)
+    nonce = secrets.token_bytes(NONCE_NBYTES)
+    prefix = encode_prefix(
+        placed, data_offset=data_offset, total_nbytes=total_nbytes, nonce=nonce, generation=generation
+    )
+    # The rest up to the data is a hole, which takes no memory, so that a tiny dataset stays tiny.
+    needed_nbytes = _whole_pages(len(prefix)) + _whole_pages(total_nbytes - data_offset)
+    fd = _open_unnamed(shm_dir)
+    try:
+        check_room(needed_nbytes, shm_dir)
+        take_owner_lock(fd)  # nobody else can hold it yet; whoever finds the name finds it locked
+        os.ftruncate(fd, total_nbytes)
+        filling = Filling(
+            fd,
+            start=data_offset,
+            total_nbytes=total_nbytes,
+            spans=spans,
+            check=check,
+            progress=progress,
+            cancelled=cancelled,
+        )
+        filling.run()
+        os.pwrite(fd, prefix, 0)
+        if gid is not None:
+            share_with_group(fd, gid)
+        huge_nbytes = filling.huge_nbytes()
+        path = os.path.join(shm_dir, segment_filename(description.name, nonce))
+        _link(fd, path)
+        return OwnedSegment(fd, path, huge_nbytes=huge_nbytes, refusal_errno=filling.refusal_errno)
+    except BaseException as error:
+        os.ftruncate(fd, 0)  # now, and not when the last traceback that refers to the mapping is gone
+        os.close(fd)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise shortage(needed_nbytes, shm_dir) from error
+        raise
+
+
+def _spans(arrays: Sequence[Array], pieces: Sequence[Sequence[Piece]]) -> list[Span]:
+    """Return where in the file each piece goes, in ascending order."""
+    spans = []
+    for array, of_array in zip(arrays, pieces, strict=True):
+        start = array.offset
+        for piece in of_array:
+            spans.append(Span(start, start + piece.nbytes, piece.read_into))
+            start += piece.nbytes
+        if start != array.offset + array.nbytes:
+            raise ValueError(f"pieces of {start - array.offset} bytes for an array of {array.nbytes}")
+    return spans
+
+
+def _value_check(column: Column, vocab_size: int) -> ValueCheck:
+    values = column.values
+    if DTYPES[values.dtype].kind not in "iu":
+        raise VocabularyError(f"the values are {values.dtype}, not token ids: --vocab-size {vocab_size} does not apply")
+    return ValueCheck(values.offset, values.offset + values.nbytes, DTYPES[values.dtype], vocab_size)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _open_unnamed(shm_dir: str) -> int:
+    """Return the descriptor of a new file without a name, which goes with its last user."""
+    try:
+        return os.open(shm_dir, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o400)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot create a segment in {shm_dir}: {error.strerror}: choose a writable tmpfs with --shm-dir"
+        ) from error
+
+
+def _link(fd: int, path: str) -> None:
+    """Give the unnamed file its name, which must be new."""
+    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Only with a src_dir_fd does Python call linkat, which follows the link in /proc; link(2) would be EXDEV.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,43 @@
+"""The command line: it parses, calls, and prints results on stdout and everything else on stderr.
+
+Exit codes: 0 ok, 1 failed, 2 usage, 3 could not start.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import click
+
+from shmserve_client.version import __version__
+
+from .demo import demo
+from .inspect import inspect
+from .options import option
+from .owner import gc, stop
+from .query import lookup, ls, status
+from .start import start
+
+__all__ = ["cli", "main"]
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="shmserve")
+@option("--log-level", type=click.Choice(_LEVELS), default="warning", show_default=True, help="What to log on stderr.")
+def cli(log_level: str) -> None:
+    """One copy of a training dataset per node, in shared memory, for every rank and DataLoader worker."""
+    logging.basicConfig(
+        stream=sys.stderr, level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+for command in (start, stop, status, ls, lookup, inspect, gc, demo):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    cli(prog_name="shmserve")

@@ -1,0 +1,63 @@
+"""What the commands share: options that are also environment variables, and errors as one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, ClassVar, TypeVar
+
+import click
+
+from shmserve_client.connection import Connection
+from shmserve_client.errors import ProtocolError, ShmserveError
+from shmserve_client.protocol import Message
+
+__all__ = ["Command", "FailedError", "ask", "echo_json", "option"]
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Answer = TypeVar("Answer")
+
+
+def option(flag: str, *others: str, **settings: Any) -> Callable[[Decorated], Decorated]:
+    """Return click's option for `--flag`, which `$SHMSERVE_FLAG` sets as well."""
+    name = flag.partition("/")[0].removeprefix("--")
+    return click.option(flag, *others, envvar="SHMSERVE_" + name.upper().replace("-", "_"), **settings)
+
+
+class FailedError(click.ClickException):
+    """Ends the command with `error: message` on stderr and the given exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
+
+    def show(self, file: Any = None) -> None:
+        """Write the line."""
+        click.echo(f"error: {self.message}", file=file, err=file is None)
+
+
+class Command(click.Command):
+    """A command whose errors are one line on stderr, without a traceback."""
+
+    failure_exit_code: ClassVar[int] = 1
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; what it raises becomes a FailedError."""
+        try:
+            return super().invoke(ctx)
+        except (ShmserveError, OSError) as error:
+            raise FailedError(str(error), self.failure_exit_code) from error
+
+
+def ask(connection: Connection, request: Message, kind: type[Answer]) -> Answer:
+    """Return the daemon's reply to `request`, which has to be of this kind."""
+    reply = connection.request(request)
+    if not isinstance(reply, kind):
+        raise ProtocolError(f"the daemon answered {type(request).__name__} with {type(reply).__name__}")
+    return reply
+
+
+def echo_json(record: Any) -> None:
+    """Print a record, or what JSON has anyway, on stdout."""
+    click.echo(json.dumps(record, indent=2, default=asdict))

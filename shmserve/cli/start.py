@@ -1,0 +1,187 @@
+"""`shmserve start`: from arguments, environment and file to a configuration, and the server's run with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shmserve.config import (
+    DEFAULT_SHM_DIR,
+    DaemonConfig,
+    FileConfig,
+    datasets_from_arguments,
+    group_id,
+    merge_datasets,
+    read_config_file,
+)
+from shmserve.detach import start_detached
+from shmserve.progress import Progress, open_progress
+from shmserve.server import Server
+from shmserve.sources.base import SourceOptions
+from shmserve.text import duration, readiness_line, size
+from shmserve_client.connection import Connection
+from shmserve_client.endpoint import default_endpoint, parse_endpoint
+from shmserve_client.errors import ShmserveError
+from shmserve_client.protocol import Status, StatusReport
+
+from .options import Command, ask, option
+
+__all__ = ["start"]
+
+_REPLY_TIMEOUT_S = 10.0
+_PATH_SEPARATOR = "\0"
+"""Joins the paths of one --data into one value: no argument can contain it."""
+
+
+class _StartCommand(Command):
+    """A command whose `--data` takes all the paths behind it, so that a shell's glob needs no quotes."""
+
+    failure_exit_code = 3
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["shmserve.args"] = list(args)
+        return super().parse_args(ctx, _join_data(args))
+
+
+def _join_data(args: Sequence[str]) -> list[str]:
+    r"""Return the arguments with `--data A B C` as `--data=A\0B\0C`."""
+    joined: list[str] = []
+    in_data = False
+    for position, arg in enumerate(args):
+        if in_data and not arg.startswith("-"):
+            joined[-1] += _PATH_SEPARATOR + arg
+        elif position and args[position - 1] == "--data" and joined[-1] == "--data":
+            joined[-1] = f"--data={arg}"
+            in_data = True
+        else:
+            joined.append(arg)
+            in_data = arg.startswith("--data=")
+    return joined
+
+
+@click.command(cls=_StartCommand)
+@option(
+    "--data",
+    multiple=True,
+    metavar="[NAME=]PATH...",
+    help="A dataset: file, directory, glob or prefix. Repeat for more.",
+)
+@option("--config", type=click.Path(path_type=Path), help="A TOML file with [datasets.NAME] tables.")
+@option("--dtype", metavar="DTYPE", help="What a file without a header holds, such as uint16.")
+@option("--vocab-size", type=int, metavar="N", help="Refuse token ids outside [0, N).")
+@option("--block-size", type=int, metavar="B", help="The clients' default window, in tokens.")
+@option("--stride", type=int, metavar="S", help="The clients' default step from window to window.  [default: B]")
+@option("--endpoint", metavar="ENDPOINT", help="Where to listen: ipc:///path/of/the.sock.")
+@option("--shm-dir", metavar="DIR", help=f"Where the segments go.  [default: {DEFAULT_SHM_DIR}]")
+@option("--group", metavar="GROUP", help="Let this group read, too.")
+@option("--lock", is_flag=True, default=None, help="Keep the segments from being swapped.")
+@option("--linger", type=float, metavar="S", help="End when nothing has been attached for S seconds.")
+@option("--detach/--no-detach", default=False, help="Return when everything is served.")
+@click.option("--ready-fd", type=int, hidden=True)
+@click.pass_context
+def start(ctx: click.Context, /, *, detach: bool, ready_fd: int | None, **given: Any) -> None:
+    """Serve datasets until SIGTERM. Paths that follow one --data are shards of the same dataset."""
+    announcement = _Announcement(ready_fd)
+    try:
+        config = _daemon_config(**given)
+        if detach:
+            log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+            args = ["--log-level", log_level, "start", *ctx.meta["shmserve.args"], "--no-detach"]
+            start_detached(args, config.endpoint)
+            with Connection(config.endpoint, _REPLY_TIMEOUT_S) as connection:
+                click.echo(readiness_line(ask(connection, Status(), StatusReport)))
+            return
+        _serve(config, announcement)
+    except (ShmserveError, OSError) as error:
+        announcement.make(f"error: {error}")
+        raise
+    finally:
+        announcement.make("error: the daemon ended before it was ready")
+
+
+def _daemon_config(
+    *,
+    data: tuple[str, ...],
+    config: Path | None,
+    dtype: str | None,
+    vocab_size: int | None,
+    block_size: int | None,
+    stride: int | None,
+    endpoint: str | None,
+    shm_dir: str | None,
+    group: str | None,
+    lock: bool | None,
+    linger: float | None,
+) -> DaemonConfig:
+    """Return what the daemon is to do: the arguments go before the file, and their datasets are added to its."""
+    file = read_config_file(config) if config is not None else FileConfig()
+    arguments = [paths.split(_PATH_SEPARATOR) for paths in data]
+    options = SourceOptions(dtype, vocab_size)
+    named = datasets_from_arguments(arguments, options, block_size=block_size, stride=stride)
+    endpoint = endpoint or file.endpoint
+    group = group or file.group
+    return DaemonConfig(
+        datasets=merge_datasets(file.datasets, named),
+        endpoint=parse_endpoint(endpoint) if endpoint else default_endpoint(),
+        shm_dir=os.path.abspath(shm_dir or file.shm_dir or DEFAULT_SHM_DIR),
+        gid=group_id(group) if group else None,
+        lock=bool(file.lock if lock is None else lock),
+        linger_s=file.linger if linger is None else linger,
+    )
+
+
+def _serve(config: DaemonConfig, announcement: _Announcement) -> None:
+    progress = open_progress(sys.stderr)
+
+    def on_ready(report: StatusReport) -> None:
+        progress.close()
+        _say_loaded(report, progress)
+        click.echo(readiness_line(report))
+        sys.stdout.flush()
+        announcement.make("ready")
+
+    server = Server(config, progress, on_ready)
+    try:
+        server.run()
+    finally:
+        progress.close()
+    if server.is_stuck:
+        # The interpreter would wait for the loader's threads, which hang in a read of a file system that is gone.
+        logging.shutdown()
+        os._exit(0)
+
+
+def _say_loaded(report: StatusReport, progress: Progress) -> None:
+    for dataset in report.datasets:
+        took = duration(dataset.load_seconds)
+        if dataset.adopted:
+            progress.say(f"{dataset.name}: adopted {size(dataset.segment_nbytes)} from an ended daemon in {took}")
+        else:
+            rate = size(dataset.segment_nbytes / max(dataset.load_seconds, 1e-9))
+            progress.say(f"{dataset.name}: loaded {size(dataset.segment_nbytes)} in {took}, {rate}/s")
+        for note in dataset.notes:
+            progress.say(f"{dataset.name}: note: {note}")
+
+
+class _Announcement:
+    """The one line that tells whoever started this daemon how the start went, on the descriptor it gave."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def make(self, line: str) -> None:
+        """Write the line, the first time; whoever started the daemon may have stopped listening."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            try:
+                os.write(fd, f"{line}\n".encode())
+            except BrokenPipeError:
+                logging.getLogger(__name__).debug("nobody waits for the start any more")
+            finally:
+                os.close(fd)

@@ -1,0 +1,68 @@
+"""The demo's results as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from .memory import ProcessMemory
+from .runs import Run
+
+__all__ = ["print_report"]
+
+
+def print_report(console: Console, corpus_nbytes: int, shared: Run, copied: Run, empty: Run) -> None:
+    """Print what the three runs took in all, what one process of them holds, and the ratio."""
+    workers = len(shared.workers) // len(shared.ranks)
+    totals = _table(
+        f"{len(shared.ranks)} ranks x {workers} workers, all processes at one moment",
+        ("the dataset", "RAM in all", "for the data", "samples/s", "loss of rank 0"),
+    )
+    for name, run in (("in shmserve", shared), ("copied", copied)):
+        loss = f"{run.first_loss:.3f} to {run.last_loss:.3f}"
+        totals.add_row(name, _mib(run.total), _mib(run.total - empty.total), f"{run.samples_per_second:,.0f}", loss)
+    totals.add_row("left out", _mib(empty.total), "", f"{empty.samples_per_second:,.0f}", "")
+    console.print(totals)
+
+    held = _table(
+        "what one process holds, on average",
+        ("process", "private", "page tables", "segment mapped", "private, copied"),
+    )
+    for name, ours, theirs in (("rank", shared.ranks, copied.ranks), ("worker", shared.workers, copied.workers)):
+        if ours:
+            held.add_row(name, *_held(ours), _mib(fmean(process.private for process in theirs)))
+    if shared.daemon:
+        held.add_row("daemon", *_held([shared.daemon]), "")
+    console.print(held)
+
+    with_sharing, without = shared.total - empty.total, copied.total - empty.total
+    console.print(
+        f"{_mib(corpus_nbytes)} of data took {_mib(with_sharing)} of RAM in shmserve and {_mib(without)} copied, "
+        f"{without / with_sharing:.1f} times as much.\n"
+        "Copied: each rank reads the file, and hands the dataset to its workers, which are started by forkserver, the\n"
+        "default from Python 3.14 on. Under fork they would share their rank's copy.",
+        soft_wrap=True,
+    )
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _held(processes: Sequence[ProcessMemory]) -> list[str]:
+    return [
+        _mib(fmean(process.private for process in processes)),
+        f"{fmean(process.page_tables for process in processes) / 2**20:,.1f} MiB",
+        _mib(fmean(process.segment for process in processes)),
+    ]
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"

@@ -1,0 +1,94 @@
+"""The lock that makes a daemon the only one at its endpoint. The lock decides, never the socket or a pid in a file.
+
+It is a POSIX record lock: the kernel drops it when the process ends, however it ends, and tells who holds it without
+taking it. It also goes when the process closes any descriptor of the file, so only this module opens the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from shmserve_client.errors import AlreadyRunningError, EndpointError
+
+__all__ = ["Holder", "LockFile", "holder_of"]
+
+_FLOCK: Final = struct.Struct("hhqqi4x")
+"""`struct flock` of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a lock; pid 0 where it lives in a pid namespace that this process cannot see."""
+
+    pid: int
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}" if self.pid else "in another pid namespace"
+
+
+class LockFile:
+    """The lock at `path`, held from construction to `release` or the end of the process."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = _acquire(path)
+
+    def release(self) -> None:
+        """Remove the file and drop the lock. Idempotent."""
+        if self._fd >= 0:
+            if _is_at(self._fd, self.path):
+                os.unlink(self.path)  # while it is locked: a start that gets the lock later sees that it is not the one
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _acquire(path: str) -> int:
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise EndpointError(f"cannot open the lock file {path}: {error.strerror}") from error
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(fd, path):
+                return fd
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                os.close(fd)
+                raise EndpointError(f"cannot lock {path}: {error.strerror}") from error
+            holder = _holder(fd)
+            if holder is not None:
+                os.close(fd)
+                raise AlreadyRunningError(f"already running ({holder}) at {path.removesuffix('.lock')}") from error
+        os.close(fd)  # its last holder removed the file, or has just let go of it: once more
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), there)
+
+
+def _holder(fd: int) -> Holder | None:
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else Holder(pid)
+
+
+def holder_of(path: str) -> Holder | None:
+    """Return who holds the lock at `path`, None where nobody does. Takes nothing, so it disturbs no start."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        return _holder(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,115 @@
+"""Segments whose daemon is gone: found by the owner's lock, which ended with it; adopted when they fit, else removed.
+
+A segment that a live daemon owns is never touched, whoever's it is and whatever became of pids: only the lock counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shmserve_client.errors import SegmentFormatError, SegmentNotFoundError, ShmserveError
+from shmserve_client.layout import Description
+from shmserve_client.locks import AttachedProcess, attached_processes, take_owner_lock
+from shmserve_client.segment import open_segment, read_prefix
+from shmserve_client.writer import OwnedSegment, adopt_segment
+
+__all__ = ["Collected", "Leftover", "adopt", "collect"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A file of a daemon that is gone."""
+
+    path: str
+    nbytes: int
+    attached: tuple[AttachedProcess, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a collection removed, and what it kept because processes still read it."""
+
+    removed: tuple[Leftover, ...]
+    kept: tuple[Leftover, ...]
+
+
+def _segment_paths(shm_dir: str) -> list[str]:
+    """Return the paths in `shm_dir` that this user's daemons may have left, by their names alone."""
+    prefix = f"shmserve-{os.geteuid()}-"
+    return [os.path.join(shm_dir, name) for name in sorted(os.listdir(shm_dir)) if name.startswith(prefix)]
+
+
+def adopt(name: str, fingerprint: str, shm_dir: str, *, gid: int | None = None) -> OwnedSegment | None:
+    """Return the segment of `name` that an ended daemon loaded from the very same files, now owned by this process.
+
+    None where there is no such segment. With `gid`, that group may read it from now on.
+    """
+    for path in _segment_paths(shm_dir):
+        try:
+            description = _description_of(path)
+            if description.name == name and description.source.fingerprint == fingerprint:
+                segment = adopt_segment(path, gid=gid)
+                if segment is not None:
+                    return segment
+        except (SegmentFormatError, SegmentNotFoundError) as error:
+            log.debug("%s cannot be adopted: %s", path, error)
+    return None
+
+
+def _description_of(path: str) -> Description:
+    fd = open_segment(path)
+    try:
+        _, description = read_prefix(fd)
+    finally:
+        os.close(fd)
+    return description
+
+
+def collect(shm_dir: str, *, dry_run: bool = False) -> Collected:
+    """Remove this user's segments that nobody owns or reads, damaged ones and those of other versions included.
+
+    Args:
+        shm_dir: The directory of the segments.
+        dry_run: Report the same, but remove nothing.
+    """
+    removed: list[Leftover] = []
+    kept: list[Leftover] = []
+    for path in _segment_paths(shm_dir):
+        with _orphan(path) as fd:
+            if fd is None:
+                continue
+            leftover = Leftover(path, os.fstat(fd).st_size, tuple(attached_processes(fd)))
+            (kept if leftover.attached else removed).append(leftover)
+            if not leftover.attached and not dry_run:
+                os.unlink(path)
+                log.info("removed the orphaned segment %s (%d bytes)", path, leftover.nbytes)
+    return Collected(tuple(removed), tuple(kept))
+
+
+@contextmanager
+def _orphan(path: str) -> Iterator[int | None]:
+    """Open the file at `path` and hold its owner's lock; None where it is not this user's or somebody owns it."""
+    try:
+        fd = open_segment(path)
+    except ShmserveError as error:
+        log.debug("%s is left alone: %s", path, error)
+        yield None
+        return
+    try:
+        yield fd if os.fstat(fd).st_uid == os.geteuid() and take_owner_lock(fd) and _is_at(fd, path) else None
+    finally:
+        os.close(fd)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Return whether `path` still names the file of `fd`, rather than nothing or one made since."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,270 @@
+"""The daemon's life: take the endpoint, load in a thread while already answering, serve, and leave in good order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import zmq
+
+from shmserve_client.endpoint import control_path, ensure_directory, lock_path
+from shmserve_client.errors import EndpointError, ProtocolError, ShmserveError
+from shmserve_client.locks import attached_processes
+from shmserve_client.protocol import (
+    MAX_REQUEST_NBYTES,
+    Attach,
+    Control,
+    Reply,
+    Request,
+    StatusReport,
+    Stopping,
+    decode_control,
+    decode_request,
+    encode,
+    failure_from,
+    request_id_of,
+)
+
+from .catalog import Catalog
+from .config import DaemonConfig
+from .loader import load_all
+from .lockfile import LockFile
+from .progress import Progress
+from .service import Service
+
+__all__ = ["Server"]
+
+log = logging.getLogger(__name__)
+
+_QUEUED_MESSAGES: Final = 16
+"""Per client and direction; what a client that does not read can cost is this many replies."""
+_MESSAGES_PER_TURN: Final = 64
+"""After so many of one socket the other one, the signals and the loader get their turn."""
+_FAREWELL_MS: Final = 200
+"""How long the last replies may take to leave."""
+_LOADER_PATIENCE_S: Final = 1.5
+"""How long a loader that was told to stop may take; the rest of it is in a read that does not return."""
+_LINGER_CHECK_S: Final = 1.0
+
+_Socket = zmq.Socket[bytes]
+
+
+class Server:
+    """One daemon. `run` is its whole life, in the main thread, since it takes the signals."""
+
+    def __init__(self, config: DaemonConfig, progress: Progress, on_ready: Callable[[StatusReport], None]) -> None:
+        """Prepare to serve what `config` says; `on_ready` is called once, when every dataset is served."""
+        self.config = config
+        self.catalog = Catalog(config.datasets)
+        self.service = Service(self.catalog, endpoint=config.endpoint, shm_dir=config.shm_dir)
+        self.started = False
+        self.should_exit = False
+        self.removes_segments = False
+        self._progress = progress
+        self._on_ready = on_ready
+        self._cleanup = ExitStack()
+        self._cancelled = threading.Event()
+        self._loaded = threading.Event()
+        self._loader = threading.Thread(target=self._load, name="loader", daemon=True)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._last_used_s = self._linger_checked_s = 0.0
+
+    def run(self) -> None:
+        """Serve until SIGTERM, SIGINT, SIGHUP, a stop request, or `linger_s` without an attached process.
+
+        Raises:
+            AlreadyRunningError: another daemon has the endpoint.
+            ShmserveError: the endpoint cannot be used, or a dataset could not be loaded.
+        """
+        with self._wake_receiver, self._wake_sender, self._signals():
+            try:
+                self.startup()
+                self.main_loop()
+            finally:
+                self.shutdown()
+        failure = self.catalog.failure()
+        if failure is not None and not self.started:
+            raise failure
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether, after `run`, the loader hangs in a read that nothing can interrupt."""
+        return self._loader.is_alive()
+
+    def startup(self) -> None:
+        """Take the endpoint and start to load."""
+        endpoint, gid = self.config.endpoint, self.config.gid
+        ensure_directory(os.path.dirname(endpoint), gid)
+        lock = LockFile(lock_path(endpoint))
+        self._cleanup.callback(lock.release)
+        context: zmq.Context[_Socket] = zmq.Context()
+        self._cleanup.callback(context.term)
+        self._clients = self._listen(context, endpoint, gid)
+        self._control = self._listen(context, control_path(endpoint), None)
+        self._cleanup.callback(self._release_segments)
+        self._loader.start()
+        self._cleanup.callback(self._stop_loading)
+        log.info("listening at ipc://%s (pid %d)", endpoint, os.getpid())
+
+    def _listen(self, context: zmq.Context[_Socket], path: str, gid: int | None) -> _Socket:
+        # Under the lock, so no live daemon listens there; libzmq replaces whatever file lies in its way.
+        if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise EndpointError(f"{path} exists and is not a socket: choose another --endpoint")
+        router = context.socket(zmq.ROUTER)
+        self._cleanup.callback(router.close, linger=_FAREWELL_MS)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_NBYTES)
+        router.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+        router.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that nobody waits for is an error, not silence
+        previous = os.umask(0o177)
+        try:
+            router.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            raise EndpointError(f"cannot listen at {path}: {error}: choose another --endpoint") from error
+        finally:
+            os.umask(previous)
+        self._cleanup.callback(Path(path).unlink, missing_ok=True)  # libzmq leaves it there
+        if gid is not None:
+            os.chown(path, -1, gid)
+            os.chmod(path, 0o660)
+        return router
+
+    def main_loop(self) -> None:
+        """Answer, watch the loader and the linger time, until `should_exit`."""
+        poller = zmq.Poller()
+        for source in (self._clients, self._control, self._wake_receiver.fileno()):
+            poller.register(source, zmq.POLLIN)
+        patience_ms = None if self.config.linger_s is None else int(_LINGER_CHECK_S * 1000)
+        while not self.should_exit:
+            for source, _ in poller.poll(patience_ms):
+                if source is self._clients:
+                    self._answer(self._clients, decode_request, self._reply)
+                elif source is self._control:
+                    self._answer(self._control, decode_control, self._obey)
+                else:
+                    self._wake_receiver.recv(4096)
+            if not self.started and self._loaded.is_set():
+                self._finish_start()
+            elif self.started and self.config.linger_s is not None:
+                self._check_linger(self.config.linger_s)
+
+    def _answer(
+        self,
+        router: _Socket,
+        decode: Callable[[bytes], tuple[int, Any]],
+        reply_to: Callable[[Any], Reply],
+    ) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            try:
+                identity, *frames = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 1:
+                log.debug("dropped a message of %d frames, one is expected", len(frames))
+                continue
+            request_id, reply = _reply_to_frame(frames[0], decode, reply_to)
+            try:
+                router.send_multipart([identity, encode(reply, request_id)], zmq.NOBLOCK)
+            except zmq.ZMQError as error:  # the client has gone, or does not read; that is its own affair
+                log.debug("dropped a %s: %s", type(reply).__name__, error)
+
+    def _reply(self, request: Request) -> Reply:
+        if isinstance(request, Attach):
+            self._last_used_s = time.monotonic()  # it is about to attach
+        return self.service.reply(request)
+
+    def _obey(self, _: Control) -> Reply:
+        self.should_exit = self.removes_segments = True
+        return Stopping(os.getpid())
+
+    def _finish_start(self) -> None:
+        if self.catalog.failure() is not None:
+            self.should_exit = True
+            return
+        self.started = True
+        self._last_used_s = time.monotonic()
+        self._on_ready(self.service.status())
+
+    def _check_linger(self, linger_s: float) -> None:
+        now_s = time.monotonic()
+        if now_s - self._linger_checked_s < _LINGER_CHECK_S:
+            return
+        self._linger_checked_s = now_s
+        if any(attached_processes(ready.segment.fd) for ready in self.catalog.ready().values()):
+            self._last_used_s = now_s
+        elif now_s - self._last_used_s >= linger_s:
+            log.info("no process has been attached for %g s", linger_s)
+            self.should_exit = True
+
+    def _load(self) -> None:
+        try:
+            load_all(self.config, self.catalog, self._progress, self._cancelled)
+        finally:
+            self._loaded.set()
+            with suppress(OSError):  # either the loop has more to wake up for than it can hold, or it has ended
+                self._wake_sender.send(b"\0")
+
+    def shutdown(self) -> None:
+        """Undo the startup, however far it got: loader, segments, sockets, lock."""
+        self._cleanup.close()
+
+    def _stop_loading(self) -> None:
+        self._cancelled.set()
+        self._loader.join(_LOADER_PATIENCE_S)
+        if self._loader.is_alive():
+            log.warning("the loader hangs in a read of the source, and is left behind")
+
+    def _release_segments(self) -> None:
+        """Remove the segments, but leave those that processes read for the next start, unless told to stop."""
+        for name, ready in self.catalog.ready().items():
+            if not self.removes_segments and attached_processes(ready.segment.fd):
+                log.info("the segment of %r stays, processes read it: the next start adopts it", name)
+            else:
+                ready.segment.unlink()
+            ready.segment.close()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Take the signals that end a daemon; restore their handlers at the end. The exit status is then 0."""
+        taken = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            taken.append(signal.SIGHUP)
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        previous_fd = signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
+        previous = {signum: signal.signal(signum, self._on_signal) for signum in taken}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(previous_fd)
+
+    def _on_signal(self, signum: int, _: FrameType | None) -> None:
+        log.info("got %s", signal.Signals(signum).name)
+        self.should_exit = True
+
+
+def _reply_to_frame(
+    frame: bytes, decode: Callable[[bytes], tuple[int, Any]], reply_to: Callable[[Any], Reply]
+) -> tuple[int, Reply]:
+    """Return (request id, reply) for whatever bytes a client sent."""
+    try:
+        request_id, request = decode(frame)
+    except ProtocolError as error:
+        return request_id_of(frame), failure_from(error)
+    try:
+        return request_id, reply_to(request)
+    except Exception as error:  # a fault of ours must not take down what others use
+        log.exception("answering %r failed", request)
+        return request_id, failure_from(ShmserveError(f"internal error: {type(error).__name__}: {error}"))

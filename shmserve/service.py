@@ -1,0 +1,224 @@
+"""What the daemon answers: request -> reply, a function of the catalog alone. No socket is known here."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import assert_never
+
+import numpy as np
+
+from shmserve_client.errors import (
+    BlockSizeError,
+    DatasetFailedError,
+    DatasetNotFoundError,
+    DatasetNotReadyError,
+    ProtocolError,
+    SegmentNotFoundError,
+    ShmserveError,
+)
+from shmserve_client.locks import attached_processes
+from shmserve_client.protocol import (
+    MAX_INDICES,
+    Attach,
+    Attached,
+    Datasets,
+    DatasetStatus,
+    Hello,
+    List,
+    Lookup,
+    Offsets,
+    Reply,
+    Request,
+    Status,
+    StatusReport,
+    Welcome,
+    failure_from,
+)
+from shmserve_client.samples import open_samples
+from shmserve_client.version import __version__
+
+from .catalog import Catalog, Failed, Loading, Ready, State
+from .config import DatasetConfig
+from .text import percent, size
+
+__all__ = ["Service"]
+
+
+class Service:
+    """The answers of one daemon, whose socket is at `endpoint` and whose segments are in `shm_dir`."""
+
+    def __init__(self, catalog: Catalog, *, endpoint: str, shm_dir: str) -> None:
+        self._catalog = catalog
+        self._endpoint = endpoint
+        self._shm_dir = shm_dir
+        self._started_s = time.monotonic()
+
+    def reply(self, request: Request) -> Reply:
+        """Return the reply to `request`: a Failure where it cannot be had."""
+        try:
+            match request:
+                case Hello():
+                    return Welcome(__version__, os.getpid(), os.geteuid())
+                case List():
+                    return Datasets([config.name for config, _ in self._catalog])
+                case Attach():
+                    return self._attach(request)
+                case Lookup():
+                    return self._look_up(request)
+                case Status(name):
+                    return self.status(name)
+                case _:
+                    assert_never(request)
+        except ShmserveError as error:
+            return failure_from(error)
+
+    def _attach(self, request: Attach) -> Attached:
+        config, state = self._find(request)
+        ready = _served(config, state)
+        if request.source_key is not None and ready.resolved.changed():
+            raise DatasetNotFoundError(f"the files of dataset {config.name!r} have changed since it was loaded")
+        if not ready.segment.name_exists():
+            raise SegmentNotFoundError(
+                f"the segment of dataset {config.name!r} was removed from under the daemon, it was at "
+                f"{ready.segment.path} (systemd does so at logout, see RemoveIPC= in logind.conf): restart the daemon"
+            )
+        return Attached(
+            config.name, ready.segment.path, ready.segment.header.nonce, config.block_size or 0, config.stride or 0
+        )
+
+    def _find(self, request: Attach) -> tuple[DatasetConfig, State]:
+        """Return the dataset that fits both the name and the source key, each where it is given."""
+        if request.name is not None:
+            config, state = self._catalog.get(request.name)
+            if request.source_key in (None, config.key):
+                return config, state
+            raise DatasetNotFoundError(f"dataset {request.name!r} is of another source here")
+        fitting = [one for one in self._catalog if request.source_key in (None, one[0].key)]
+        if not fitting:
+            raise DatasetNotFoundError("no dataset of that source is served here")
+        if len(fitting) > 1 and request.source_key is None:
+            names = ", ".join(config.name for config, _ in fitting)
+            raise DatasetNotFoundError(f"several datasets are served here, name one of them: {names}")
+        return fitting[0]
+
+    def _look_up(self, request: Lookup) -> Offsets:
+        config, state = self._catalog.get(request.name)
+        ready = _served(config, state)
+        if request.nonce not in (b"", ready.segment.header.nonce):
+            raise SegmentNotFoundError(
+                f"the daemon has another segment of dataset {config.name!r} than the client: open the dataset again"
+            )
+        if len(request.indices) % 8 or len(request.indices) > MAX_INDICES * 8:
+            raise ProtocolError(
+                f"lookup of {len(request.indices)} bytes of indices: they are int64, at most {MAX_INDICES} of them"
+            )
+        if max(request.block_size, request.stride) >= 1 << 62:
+            raise BlockSizeError(f"block_size {request.block_size} or stride {request.stride} is over 2^62")
+        samples = open_samples(
+            ready.segment.description,
+            ready.array,
+            column=request.column,
+            block_size=request.block_size,
+            stride=request.stride,
+        )
+        offsets, nbytes = samples.extents(np.frombuffer(request.indices, "<i8"))
+        return Offsets(offsets.astype("<i8", copy=False).tobytes(), nbytes.astype("<i8", copy=False).tobytes())
+
+    def status(self, name: str | None = None) -> StatusReport:
+        """Return the daemon and its datasets as they are now, or the one called `name`.
+
+        Raises:
+            DatasetNotFoundError: no dataset has that name.
+        """
+        chosen = list(self._catalog) if name is None else [self._catalog.get(name)]
+        return StatusReport(
+            daemon_version=__version__,
+            pid=os.getpid(),
+            endpoint=self._endpoint,
+            shm_dir=self._shm_dir,
+            uptime_seconds=time.monotonic() - self._started_s,
+            private_nbytes=_private_nbytes(),
+            datasets=[_status(config, state) for config, state in chosen],
+        )
+
+
+def _served(config: DatasetConfig, state: State) -> Ready:
+    match state:
+        case Loading(_, done_nbytes, total_nbytes):
+            done = f"{size(done_nbytes)} of {size(total_nbytes)}, {percent(done_nbytes, total_nbytes)} %"
+            progress = done if total_nbytes else "its index is being read"
+            raise DatasetNotReadyError(f"dataset {config.name!r} is still loading ({progress})")
+        case Failed(error):
+            raise DatasetFailedError(f"dataset {config.name!r} could not be loaded: {error}")
+        case Ready():
+            return state
+        case _:
+            assert_never(state)
+
+
+def _status(config: DatasetConfig, state: State) -> DatasetStatus:
+    blank = DatasetStatus(
+        name=config.name,
+        state="loading",
+        format="",
+        data=list(config.data),
+        num_samples=0,
+        stream=False,
+        segment_nbytes=0,
+        loaded_nbytes=0,
+        huge_nbytes=0,
+        path="",
+        generation=0,
+        adopted=False,
+        load_seconds=0.0,
+        source_changed=False,
+        attached_pids=[],
+        attached_elsewhere=0,
+        block_size=config.block_size or 0,
+        stride=config.stride or 0,
+        notes=[],
+        error="",
+    )
+    match state:
+        case Loading(format_name, done_nbytes, total_nbytes):
+            return replace(blank, format=format_name, segment_nbytes=total_nbytes, loaded_nbytes=done_nbytes)
+        case Failed(error):
+            return replace(blank, state="failed", error=str(error))
+        case Ready(segment=segment):
+            description, header = segment.description, segment.header
+            attached = attached_processes(segment.fd)
+            pid_namespace = os.stat("/proc/self/ns/pid").st_ino
+            here = [process.pid for process in attached if process.pid_namespace == pid_namespace]
+            notes = [*description.notes, *([segment.huge_refusal] if segment.huge_refusal else [])]
+            return replace(
+                blank,
+                state="ready",
+                format=description.format,
+                num_samples=description.num_samples,
+                stream=description.stream,
+                segment_nbytes=header.total_nbytes,
+                loaded_nbytes=header.total_nbytes,
+                huge_nbytes=segment.huge_nbytes,
+                path=segment.path,
+                generation=header.generation,
+                adopted=state.adopted,
+                load_seconds=state.load_seconds,
+                source_changed=state.resolved.changed(),
+                attached_pids=here,
+                attached_elsewhere=len(attached) - len(here),
+                notes=notes,
+            )
+        case _:
+            assert_never(state)
+
+
+def _private_nbytes() -> int:
+    """Return the memory that is this process's alone: anonymous pages, resident or swapped, and page tables.
+
+    Not its USS, which holds the whole of a segment that nobody else has mapped.
+    """
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return sum(int(fields[key].split()[0]) << 10 for key in ("RssAnon", "VmSwap", "VmPTE"))

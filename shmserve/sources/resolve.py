@@ -1,0 +1,114 @@
+"""Resolving: which corpus a person means, whether it is still the same one, and what its segment will hold."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shmserve_client.endpoint import source_key
+from shmserve_client.errors import ConfigError, ShmserveError, SourceFormatError, SourceNotFoundError
+from shmserve_client.layout import DTYPES
+
+from .base import Corpus, Source, SourceOptions
+from .join import join
+from .shards import find_shards
+
+__all__ = ["Resolved", "resolve"]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A corpus on disk: its shards, and the state of their files when it was resolved; only heads are read yet."""
+
+    format: str
+    shards: tuple[Source, ...]
+    files: tuple[Path, ...]
+    """Every file that the corpus's bytes depend on, once, in the order of the shards."""
+    data: tuple[str, ...]
+    """The paths as they were given, made absolute; patterns stay patterns."""
+    options: SourceOptions
+    key: str
+    """`source_key` of the paths and options: the same question asked again."""
+    fingerprint: str
+    """Hash of the options and of each file's path, size, mtime_ns and inode: the same answer, however it was asked."""
+
+    def changed(self) -> bool:
+        """Tell whether any of the files was changed, replaced or removed since; one stat per file."""
+        try:
+            return _fingerprint(self.options, self.files) != self.fingerprint
+        except OSError:
+            return True
+
+    def plan(self) -> Corpus:
+        """Return the plan of the whole corpus: every index read and checked, in bounded memory, but no values.
+
+        Raises:
+            SourceNotFoundError: a file is gone.
+            SourceFormatError: the files contradict their format, each other or the options, or changed meanwhile.
+        """
+        with _explained(self.data):
+            plans = [(shard.files[0], shard.plan(self.options)) for shard in self.shards]
+        if self.changed():
+            raise SourceFormatError(
+                f"{', '.join(self.data)}: changed while it was read; start again when it is complete"
+            )
+        return join(self.format, plans, self.options)
+
+
+def resolve(data: Sequence[str], options: SourceOptions) -> Resolved:
+    """Return the corpus that the paths mean: files, either half or the prefix of a pair, directories, patterns.
+
+    Args:
+        data: one or more paths. A directory's and a pattern's files are taken in natural order, the paths as given.
+        options: what else a person said about the corpus.
+
+    Raises:
+        ConfigError: an option is out of its range.
+        SourceNotFoundError: a file, a half of a pair, or any file that matches is missing.
+        SourceFormatError: a file is not of a supported format, or the files are not shards of one corpus.
+    """
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise ConfigError(f"dtype {options.dtype!r} is not known: use one of {', '.join(DTYPES)}")
+    if options.vocab_size is not None and options.vocab_size < 1:
+        raise ConfigError(f"vocab_size {options.vocab_size} must be at least 1")
+    absolute = tuple(os.path.abspath(path) for path in data)
+    with _explained(absolute):
+        shards = find_shards(data, options)
+    if not shards:
+        raise ConfigError("no data given: name at least one file, directory or pattern")
+    for shard in shards:
+        if shard.format != shards[0].format:
+            raise SourceFormatError(
+                f"shards of one corpus differ: {shards[0].files[0]} is {shards[0].format}, {shard.files[0]} is "
+                f"{shard.format}: serve them as two datasets"
+            )
+    key = source_key(data, options.dtype, options.vocab_size)
+    files = tuple(dict.fromkeys(file for shard in shards for file in shard.files))
+    with _explained(absolute):
+        fingerprint = _fingerprint(options, files)
+    return Resolved(shards[0].format, shards, files, absolute, options, key, fingerprint)
+
+
+@contextmanager
+def _explained(data: Sequence[str]) -> Iterator[None]:
+    """Raise what the system says about a file as an error of ours."""
+    try:
+        yield
+    except ShmserveError:
+        raise
+    except FileNotFoundError as error:
+        raise SourceNotFoundError(f"{error.filename}: vanished while it was read; start again") from error
+    except OSError as error:
+        raise SourceFormatError(f"{error.filename or ', '.join(data)}: cannot be read: {error.strerror}") from error
+
+
+def _fingerprint(options: SourceOptions, files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(repr(options).encode())
+    for file in files:
+        stat = file.stat()
+        digest.update(repr((os.fspath(file), stat.st_size, stat.st_mtime_ns, stat.st_ino)).encode())
+    return digest.hexdigest()

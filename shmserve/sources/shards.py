@@ -1,0 +1,132 @@
+"""From what a person typed to the shards of one corpus: files, pairs, prefixes, directories and patterns."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from shmserve_client.errors import SourceFormatError, SourceNotFoundError
+
+from .base import HEAD_NBYTES, Source, SourceOptions
+from .datatrove import DatatroveTokens
+from .files import read_head
+from .flat import FlatTokens
+from .llmc import LlmcTokens
+from .mmididx import MmapPair
+from .npy import NpyArray
+from .packed import PackedChunk
+from .pairs import PAIR_SUFFIXES
+from .tntidx import LegacyPair
+
+__all__ = ["SOURCES", "find_shards", "natural_order"]
+
+SOURCES: Final[tuple[type[Source], ...]] = (
+    MmapPair,
+    LegacyPair,
+    LlmcTokens,
+    PackedChunk,
+    NpyArray,
+    DatatroveTokens,
+    FlatTokens,
+)
+"""Every format, in the order in which they are tried; the last takes what only a person can tell."""
+
+_COMPANIONS: Final = frozenset((".gz", ".json", ".log", ".loss", ".pkl", ".txt"))
+"""What writers leave beside their data and a pattern such as `corpus/*` matches as well."""
+_LISTED: Final = 8
+"""How many names a message lists."""
+_NO_FILE: Final = "no such file, directory or prefix of a .bin/.idx pair"
+
+
+def find_shards(data: Sequence[str], options: SourceOptions) -> tuple[Source, ...]:
+    """Return the shards of a corpus, each once: in natural order within one argument, the arguments in their order.
+
+    Raises:
+        SourceNotFoundError: a file, a half of a pair, or any file that matches is missing.
+        SourceFormatError: a file is of no known format, or a directory holds more than one corpus.
+    """
+    shards: dict[tuple[Path, ...], Source] = {}
+    for argument in data:
+        for shard in _find(argument, options):
+            shards.setdefault(tuple(shard.files), shard)
+    return tuple(shards.values())
+
+
+def natural_order(path: Path) -> tuple[object, ...]:
+    """Return a sort key that puts part_2 before part_10, and train.bin before train1.bin."""
+    components = (component.split(".") for component in path.parts)
+    return tuple(tuple(_numbers_apart(part) for part in parts) for parts in components), path.parts
+
+
+def _numbers_apart(text: str) -> tuple[str | int, ...]:
+    return tuple(int(run) if position % 2 else run for position, run in enumerate(re.split("([0-9]+)", text)))
+
+
+def _find(argument: str, options: SourceOptions) -> Iterable[Source]:
+    path = Path(os.path.abspath(argument))
+    if path.is_dir():
+        return _find_in_directory(path, options)
+    if path.exists():
+        return [_recognise(path, options)]
+    if glob.has_magic(argument):
+        return _find_matches(argument, options)
+    index, values = (path.with_name(path.name + suffix) for suffix in PAIR_SUFFIXES[::-1])
+    if index.is_file():
+        return [_recognise(index, options)]
+    if values.is_file():
+        raise SourceNotFoundError(f"{index}: no such file; if {values} holds bare tokens, name it in full")
+    index = path.with_suffix(".idx")
+    if index.is_file():
+        raise SourceNotFoundError(f"{path}: no such file, and {index} is only the index of what belongs there")
+    raise SourceNotFoundError(f"{argument}: {'remote paths are not read, mount it' if '://' in argument else _NO_FILE}")
+
+
+def _find_in_directory(directory: Path, options: SourceOptions) -> Iterable[Source]:
+    suffixes = tuple({suffix for source in SOURCES for suffix in source.suffixes})
+    names = [path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")]
+    candidates = sorted((path for path in names if path.name.endswith(suffixes)), key=natural_order)
+    if not candidates:
+        raise SourceNotFoundError(
+            f"{directory}: no data files ({', '.join(sorted(suffixes))}) among the {len(names)} files of this directory"
+            f"{_listed(sorted(names, key=natural_order))}; its subdirectories are not searched"
+        )
+    shards = {tuple(shard.files): shard for shard in (_recognise(path, options) for path in candidates)}
+    alike: dict[str, list[Path]] = {}
+    for shard in shards.values():
+        values = shard.files[0]
+        alike.setdefault(re.sub("[0-9]+", "", values.name), []).append(values)
+    if len(alike) > 1:
+        groups = "; ".join(_listed(paths).removeprefix(": ") for paths in alike.values())
+        pattern = re.sub("[0-9]+", "*", max(next(iter(alike.values())), key=lambda path: len(path.name)).name)
+        raise SourceFormatError(
+            f"{directory}: more than one corpus in this directory: {groups}: say which, for example "
+            f"--data NAME={directory / pattern}"
+        )
+    return shards.values()
+
+
+def _find_matches(pattern: str, options: SourceOptions) -> Iterable[Source]:
+    matches = sorted(
+        (path for name in glob.glob(pattern) if (path := Path(os.path.abspath(name))).is_file()), key=natural_order
+    )
+    files = [path for path in matches if path.suffix not in _COMPANIONS]
+    if not files:
+        raise SourceNotFoundError(f"{pattern}: no data file matches{_listed(matches)}")
+    return [_recognise(path, options) for path in files]
+
+
+def _recognise(path: Path, options: SourceOptions) -> Source:
+    if not path.is_file():
+        raise SourceFormatError(f"{path}: not a regular file")
+    head = read_head(path, HEAD_NBYTES)
+    return next(shard for source in SOURCES if (shard := source.recognise(path, head, options)) is not None)
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    names = ", ".join(path.name for path in paths[:_LISTED])
+    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    return f": {names}{more}" if paths else ""

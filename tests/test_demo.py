@@ -1,0 +1,107 @@
+"""`shmserve demo`: the corpus it writes, what it measures, that it works, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import signal
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from shmserve.demo import run_demo
+from shmserve.demo.corpus import write_corpus
+from shmserve.demo.memory import file_nbytes, measure
+from shmserve.sources import resolve
+from shmserve.sources.base import SourceOptions
+from shmserve_client.errors import ConfigError
+from tests.processes import Child, run_cli, wait_until
+
+
+def test_the_corpus_is_the_text_of_the_standard_library(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "stdlib", 1 << 20)
+
+    library = Path(sysconfig.get_path("stdlib"))
+    first = next(path for path in sorted(library.rglob("*.py")) if path.stat().st_size)
+    tokens = np.fromfile(corpus.tokens_file, "<u2")
+    text = first.read_bytes()
+    assert bytes(tokens[: len(text)].tolist()) == text
+    assert corpus.tokens == len(tokens) == 1 << 19
+
+
+def test_the_corpus_is_repeated_until_it_is_large_enough(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "stdlib", 128 << 20)
+
+    plan = resolve([str(corpus.tokens_file)], SourceOptions()).plan()
+    assert corpus.repeats > 1
+    assert plan.format == "megatron"
+    assert plan.num_samples > corpus.files
+    assert plan.values.shape == (64 << 20,)
+    assert corpus.tokens_file.stat().st_size == corpus.nbytes == 128 << 20
+
+
+def test_a_process_is_measured_without_the_segment_but_with_what_it_wrote_there(shm_dir: Path) -> None:
+    segment = shm_dir / "segment"
+    segment.write_bytes(bytes(8 << 20))
+    with open(segment, "rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE) as view:
+        assert sum(view[:: mmap.PAGESIZE]) == 0  # maps all of it
+        measure(os.getpid(), str(segment))  # whatever measuring itself needs is there from now on
+        before = measure(os.getpid(), str(segment))
+        for page in range(1024):
+            view[page * mmap.PAGESIZE] = 1
+        after = measure(os.getpid(), str(segment))
+        own = psutil.Process().memory_full_info().uss  # which counts the segment, since nobody else maps it
+    segment_in_ram = file_nbytes(str(segment))
+    segment.unlink()
+
+    assert before.segment == segment_in_ram == 8 << 20
+    assert after.segment == before.segment - 1024 * mmap.PAGESIZE
+    assert after.private - before.private == pytest.approx(1024 * mmap.PAGESIZE, rel=0.25)
+    assert after.private + after.segment == pytest.approx(own, rel=0.05)
+    assert after.proportional >= after.private
+    assert after.page_tables > 0
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    with pytest.raises(ConfigError, match=r"pip install 'shmserve\[torch\]'"):
+        run_demo()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_sharing_takes_a_fraction_of_the_memory_for_the_same_training(tmp_path: Path, runtime_dir: Path) -> None:
+    demo = run_cli(*("demo", "--ranks", 2, "--workers", 2, "--steps", 5), timeout_s=150, env={"TMPDIR": str(tmp_path)})
+
+    assert demo.returncode == 0, demo
+    data, shared, copied, ratio = re.search(
+        r"([\d,]+) MiB of data took ([\d,]+) MiB of RAM in shmserve and ([\d,]+) MiB copied, ([\d.]+) times",
+        demo.stdout,
+    ).groups()
+    assert int(shared) < 1.5 * int(data), demo.stdout
+    assert int(copied) > 5.5 * int(data), demo.stdout  # six processes
+    assert float(ratio) > 3
+    losses = re.findall(r"(?:in shmserve|copied) .* ([\d.]+ to [\d.]+) ", demo.stdout)
+    assert len(losses) == 2
+    assert len(set(losses)) == 1, f"other data: {losses}"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_nothing(signum: signal.Signals, tmp_path: Path, runtime_dir: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    argv = [sys.executable, "-m", "shmserve", "demo", "--ranks", 2, "--workers", 1]
+    with Child(argv, folder=tmp_path, env={"TMPDIR": str(temporary)}) as demo:
+        wait_until(lambda: "training on it" in demo.stdout, 60, "the training")
+        demo.send_signal(signum)
+        assert demo.wait(30) != 0
+
+    assert list(temporary.iterdir()) == []
+    assert "Traceback" not in demo.stderr, demo.describe()
