@@ -22,7 +22,7 @@ from .progress import Progress
 from .sources import Resolved, resolve
 from .sources.base import ArrayPlan, Corpus
 
-__all__ = ["describe", "load_all"]
+__all__ = ["Loader", "describe"]
 
 log = logging.getLogger(__name__)
 
@@ -38,90 +38,106 @@ class _Found:
     started_s: float
 
 
-def load_all(config: DaemonConfig, catalog: Catalog, progress: Progress, cancelled: threading.Event) -> None:
-    """Bring every dataset of `config` into `catalog` as Ready; the first that fails is Failed there, and ends it.
+class Loader:
+    """Brings the datasets of one daemon into its catalog. `run` is called once, in a thread of its own."""
 
-    What ended daemons left and what fits is adopted first, and the rest of it removed, so that its memory is free for
-    what is then written. `cancelled` stops it within one step of the writer.
-    """
-    current = config.datasets[0]
-    try:
-        found: list[_Found] = []
-        for current in config.datasets:
-            started_s = time.monotonic()
-            resolved = resolve(current.data, current.options)
-            catalog.put(current.name, Loading(resolved.format))
-            _say_order(current.name, resolved, progress)
-            found.append(_Found(current, resolved, started_s))
-        to_write = [one for one in found if not _adopt(one, config, catalog)]
-        for leftover in collect(config.shm_dir).kept:
-            log.warning("%s is kept: its daemon has ended, but processes still read it", leftover.path)
-        for one in to_write:
-            current = one.config
-            _write(one, config, catalog, progress, cancelled)
-    except CancelledError:
-        log.debug("loading %r was cancelled", current.name)
-    except ShmserveError as error:
-        catalog.put(current.name, Failed(error))
-    except OSError as error:
-        catalog.put(current.name, Failed(DatasetFailedError(f"cannot load {current.name!r}: {error}")))
-    except Exception as error:  # a fault of ours: the daemon has to say so and end, rather than load for ever
-        log.exception("loading %r failed", current.name)
-        message = f"internal error while loading {current.name!r}: {type(error).__name__}: {error}"
-        catalog.put(current.name, Failed(DatasetFailedError(message)))
+    def __init__(self, config: DaemonConfig, catalog: Catalog, progress: Progress) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._progress = progress
+        self._cancelled = threading.Event()
 
+    def cancel(self) -> None:
+        """Have `run` give up within one step of the writer, unless a read of the source does not return."""
+        self._cancelled.set()
 
-def _say_order(name: str, resolved: Resolved, progress: Progress) -> None:
-    """Show in which order the shards are joined: samples are counted through all of them."""
-    first_files = [shard.files[0].name for shard in resolved.shards]
-    if len(first_files) > 1:
-        shown = first_files[:_SHOWN_SHARDS]
-        more = f", ... {first_files[-1]}" if len(first_files) > _SHOWN_SHARDS else ""
-        progress.say(f"{name}: {len(first_files)} shards in this order: {', '.join(shown)}{more}")
+    def run(self) -> None:
+        """Make every dataset Ready in the catalog; the first that fails is Failed there, and ends it.
 
+        What ended daemons left and what fits is adopted first, and the rest of it removed, so that its memory is free
+        for what is then written.
+        """
+        current = self._config.datasets[0]
+        try:
+            to_write: list[_Found] = []
+            for current in self._config.datasets:
+                found = self._find(current)
+                if not self._adopt(found):
+                    to_write.append(found)
+            for leftover in collect(self._config.shm_dir).kept:
+                log.warning("%s is kept: its daemon has ended, but processes still read it", leftover.path)
+            for found in to_write:
+                current = found.config
+                self._write(found)
+        except CancelledError:
+            log.debug("loading %r was cancelled", current.name)
+        except ShmserveError as error:
+            self._catalog.put(current.name, Failed(error))
+        except OSError as error:
+            self._catalog.put(current.name, Failed(DatasetFailedError(f"cannot load {current.name!r}: {error}")))
+        except Exception as error:  # a fault of ours: the daemon has to say so and end, rather than load for ever
+            log.exception("loading %r failed", current.name)
+            message = f"internal error while loading {current.name!r}: {type(error).__name__}: {error}"
+            self._catalog.put(current.name, Failed(DatasetFailedError(message)))
 
-def _adopt(found: _Found, config: DaemonConfig, catalog: Catalog) -> bool:
-    segment = adopt(found.config.name, found.resolved.fingerprint, config.shm_dir, gid=config.gid)
-    if segment is None:
-        return False
-    _serve(found, segment, config, catalog, adopted=True)
-    return True
+    def _find(self, config: DatasetConfig) -> _Found:
+        started_s = time.monotonic()
+        resolved = resolve(config.data, config.options)
+        self._catalog.put(config.name, Loading(resolved.format))
+        first_files = [shard.files[0].name for shard in resolved.shards]
+        if len(first_files) > 1:  # samples are counted through all of them, so their order matters to people
+            shown = first_files[:_SHOWN_SHARDS]
+            more = f", ... {first_files[-1]}" if len(first_files) > _SHOWN_SHARDS else ""
+            self._progress.say(f"{config.name}: {len(first_files)} shards in this order: {', '.join(shown)}{more}")
+        return _Found(config, resolved, started_s)
 
+    def _adopt(self, found: _Found) -> bool:
+        config = self._config
+        segment = adopt(found.config.name, found.resolved.fingerprint, config.shm_dir, gid=config.gid)
+        if segment is None:
+            return False
+        try:
+            self._serve(found, segment, adopted=True)
+        except BaseException:
+            segment.close()  # it was there before, and stays for a start that can serve it
+            raise
+        return True
 
-def _write(
-    found: _Found, config: DaemonConfig, catalog: Catalog, progress: Progress, cancelled: threading.Event
-) -> None:
-    name, format_name = found.config.name, found.resolved.format
-    description, pieces = describe(name, found.resolved, found.resolved.plan())
-    total_nbytes = sum(array.nbytes for array in description.all_arrays())
-    progress.start(name, total_nbytes)
+    def _write(self, found: _Found) -> None:
+        name, resolved = found.config.name, found.resolved
+        description, pieces = describe(name, resolved, resolved.plan())
+        self._progress.start(name, sum(array.nbytes for array in description.all_arrays()))
 
-    def on_progress(done_nbytes: int, total_nbytes: int) -> None:
-        catalog.put(name, Loading(format_name, done_nbytes, total_nbytes))
-        progress.advance(done_nbytes, total_nbytes)
+        def on_progress(done_nbytes: int, total_nbytes: int) -> None:
+            self._catalog.put(name, Loading(resolved.format, done_nbytes, total_nbytes))
+            self._progress.advance(done_nbytes, total_nbytes)
 
-    segment = write_segment(
-        description,
-        pieces,
-        shm_dir=config.shm_dir,
-        progress=on_progress,
-        cancelled=cancelled,
-        vocab_size=found.config.options.vocab_size,
-        gid=config.gid,
-    )
-    if found.resolved.changed():
-        segment.unlink()
-        segment.close()
-        raise SourceFormatError(f"{', '.join(found.config.data)} changed while loading: start again when complete")
-    _serve(found, segment, config, catalog, adopted=False)
+        segment = write_segment(
+            description,
+            pieces,
+            shm_dir=self._config.shm_dir,
+            progress=on_progress,
+            cancelled=self._cancelled,
+            vocab_size=found.config.options.vocab_size,
+            gid=self._config.gid,
+        )
+        try:
+            if resolved.changed():
+                raise SourceFormatError(
+                    f"{', '.join(resolved.data)} changed while it was loaded: start again when it is complete"
+                )
+            self._serve(found, segment, adopted=False)
+        except BaseException:
+            segment.unlink()
+            segment.close()
+            raise
 
-
-def _serve(found: _Found, segment: OwnedSegment, config: DaemonConfig, catalog: Catalog, *, adopted: bool) -> None:
-    if config.lock:
-        segment.lock_pages()
-    mapping = map_private(segment.fd, segment.header.total_nbytes)
-    load_seconds = time.monotonic() - found.started_s
-    catalog.put(found.config.name, Ready(segment, mapping, found.resolved, adopted, load_seconds))
+    def _serve(self, found: _Found, segment: OwnedSegment, *, adopted: bool) -> None:
+        if self._config.lock:
+            segment.lock_pages()
+        mapping = map_private(segment.fd, segment.header.total_nbytes)
+        load_seconds = time.monotonic() - found.started_s
+        self._catalog.put(found.config.name, Ready(segment, mapping, found.resolved, adopted, load_seconds))
 
 
 def describe(name: str, resolved: Resolved, corpus: Corpus) -> tuple[Description, list[Sequence[Piece]]]:

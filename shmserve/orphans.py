@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from shmserve_client.errors import SegmentFormatError, SegmentNotFoundError, ShmserveError
+from shmserve_client.errors import ConfigError, SegmentFormatError, SegmentNotFoundError, ShmserveError
 from shmserve_client.layout import Description
 from shmserve_client.locks import AttachedProcess, attached_processes, take_owner_lock
 from shmserve_client.segment import open_segment, read_prefix
@@ -42,7 +42,13 @@ class Collected:
 def _segment_paths(shm_dir: str) -> list[str]:
     """Return the paths in `shm_dir` that this user's daemons may have left, by their names alone."""
     prefix = f"shmserve-{os.geteuid()}-"
-    return [os.path.join(shm_dir, name) for name in sorted(os.listdir(shm_dir)) if name.startswith(prefix)]
+    try:
+        names = sorted(os.listdir(shm_dir))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the shm directory {shm_dir}: {error.strerror}: choose another with --shm-dir"
+        ) from error
+    return [os.path.join(shm_dir, name) for name in names if name.startswith(prefix)]
 
 
 def adopt(name: str, fingerprint: str, shm_dir: str, *, gid: int | None = None) -> OwnedSegment | None:

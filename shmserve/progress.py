@@ -40,8 +40,7 @@ class Progress:
         if now_s - self._said_s >= _SECONDS_BETWEEN_LINES:
             self._said_s = now_s
             rate = done_nbytes / (now_s - self._started_s)
-            remaining_s = (total_nbytes - done_nbytes) / rate if rate else float("inf")
-            left = f", {duration(remaining_s)} left" if rate else ""
+            left = f", {duration((total_nbytes - done_nbytes) / rate)} left" if rate else ""
             done = f"{size(done_nbytes)} of {size(total_nbytes)} ({percent(done_nbytes, total_nbytes)} %)"
             self.say(f"{self._name}: loaded {done}, {size(rate)}/s{left}")
 

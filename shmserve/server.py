@@ -35,9 +35,9 @@ from shmserve_client.protocol import (
     request_id_of,
 )
 
-from .catalog import Catalog
+from .catalog import Catalog, Ready
 from .config import DaemonConfig
-from .loader import load_all
+from .loader import Loader
 from .lockfile import LockFile
 from .progress import Progress
 from .service import Service
@@ -70,12 +70,11 @@ class Server:
         self.started = False
         self.should_exit = False
         self.removes_segments = False
-        self._progress = progress
         self._on_ready = on_ready
         self._cleanup = ExitStack()
-        self._cancelled = threading.Event()
+        self._loader = Loader(config, self.catalog, progress)
+        self._loading = threading.Thread(target=self._load, name="loader", daemon=True)
         self._loaded = threading.Event()
-        self._loader = threading.Thread(target=self._load, name="loader", daemon=True)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._last_used_s = self._linger_checked_s = 0.0
 
@@ -99,7 +98,7 @@ class Server:
     @property
     def is_stuck(self) -> bool:
         """Whether, after `run`, the loader hangs in a read that nothing can interrupt."""
-        return self._loader.is_alive()
+        return self._loading.is_alive()
 
     def startup(self) -> None:
         """Take the endpoint and start to load."""
@@ -112,7 +111,7 @@ class Server:
         self._clients = self._listen(context, endpoint, gid)
         self._control = self._listen(context, control_path(endpoint), None)
         self._cleanup.callback(self._release_segments)
-        self._loader.start()
+        self._loading.start()
         self._cleanup.callback(self._stop_loading)
         log.info("listening at ipc://%s (pid %d)", endpoint, os.getpid())
 
@@ -126,7 +125,7 @@ class Server:
         router.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
         router.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that nobody waits for is an error, not silence
-        previous = os.umask(0o177)
+        previous = os.umask(0o177)  # of the whole process, which has no other thread yet that makes files
         try:
             router.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
@@ -174,7 +173,7 @@ class Server:
                 continue
             request_id, reply = _reply_to_frame(frames[0], decode, reply_to)
             try:
-                router.send_multipart([identity, encode(reply, request_id)], zmq.NOBLOCK)
+                _send(router, identity, encode(reply, request_id))
             except zmq.ZMQError as error:  # the client has gone, or does not read; that is its own affair
                 log.debug("dropped a %s: %s", type(reply).__name__, error)
 
@@ -208,7 +207,7 @@ class Server:
 
     def _load(self) -> None:
         try:
-            load_all(self.config, self.catalog, self._progress, self._cancelled)
+            self._loader.run()
         finally:
             self._loaded.set()
             with suppress(OSError):  # either the loop has more to wake up for than it can hold, or it has ended
@@ -219,19 +218,23 @@ class Server:
         self._cleanup.close()
 
     def _stop_loading(self) -> None:
-        self._cancelled.set()
-        self._loader.join(_LOADER_PATIENCE_S)
-        if self._loader.is_alive():
+        self._loader.cancel()
+        self._loading.join(_LOADER_PATIENCE_S)
+        if self._loading.is_alive():
             log.warning("the loader hangs in a read of the source, and is left behind")
 
     def _release_segments(self) -> None:
-        """Remove the segments, but leave those that processes read for the next start, unless told to stop."""
+        """Remove the segments, except those that the next start may want; all of them when told to stop."""
         for name, ready in self.catalog.ready().items():
-            if not self.removes_segments and attached_processes(ready.segment.fd):
-                log.info("the segment of %r stays, processes read it: the next start adopts it", name)
+            if not self.removes_segments and self._is_wanted(ready):
+                log.info("the segment of %r stays for the next start", name)
             else:
                 ready.segment.unlink()
             ready.segment.close()
+
+    def _is_wanted(self, ready: Ready) -> bool:
+        """Return whether processes read the segment, or it was here before a start that did not come to its end."""
+        return bool(attached_processes(ready.segment.fd)) or (ready.adopted and not self.started)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -250,9 +253,19 @@ class Server:
                 signal.signal(signum, handler)
             signal.set_wakeup_fd(previous_fd)
 
-    def _on_signal(self, signum: int, _: FrameType | None) -> None:
-        log.info("got %s", signal.Signals(signum).name)
+    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
         self.should_exit = True
+
+
+def _send(router: _Socket, identity: bytes, frame: bytes) -> None:
+    """Hand a reply to libzmq without waiting; raises ZMQError where the client has gone or its queue is full."""
+    try:
+        router.send_multipart([identity, frame], zmq.NOBLOCK)
+    except zmq.Again:
+        # In a quick exchange libzmq does not get to count what the client has taken, and the queue only seems full:
+        # asking for the events makes it count.
+        router.getsockopt(zmq.EVENTS)
+        router.send_multipart([identity, frame], zmq.NOBLOCK)
 
 
 def _reply_to_frame(

@@ -77,5 +77,5 @@ def test_children_see_no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_waiting_ends() -> None:
-    with pytest.raises(AssertionError, match="the sun did not come true within 0.05 s"):
+    with pytest.raises(AssertionError, match=r"the sun did not come true within 0\.05 s"):
         wait_until(lambda: False, 0.05, "the sun")

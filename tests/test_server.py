@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
+import shutil
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +40,7 @@ from shmserve_client.protocol import (
 )
 from shmserve_client.segment import Segment
 from tests.corpora import RAGGED, RAGGED_SAMPLES, write_sparse, write_tokens
-from tests.processes import Child, Daemon, run_cli, wait_until
+from tests.processes import Child, Daemon, environment, run_cli, wait_until
 
 Serve = Callable[..., Daemon]
 
@@ -123,7 +125,7 @@ def test_a_signal_ends_it_and_leaves_nothing(serve: Serve, signum: signal.Signal
 def test_under_nohup_a_hangup_does_not_end_it(runtime_dir: Path, shm_dir: Path, tmp_path: Path) -> None:
     endpoint = f"ipc://{runtime_dir}/shmserve/daemon.sock"
     start = f"trap '' HUP; exec python -m shmserve start --data {RAGGED} --shm-dir {shm_dir} --endpoint {endpoint}"
-    path = os.path.dirname(os.sys.executable) + os.pathsep + os.environ["PATH"]  # type: ignore[attr-defined]
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     with Child(["sh", "-c", start], folder=tmp_path, env={"PATH": path}) as daemon:
         wait_until(lambda: daemon.stdout.startswith("ready"), 20, what="the daemon")
         daemon.send_signal(signal.SIGHUP)
@@ -166,10 +168,10 @@ def test_a_loader_that_hangs_does_not_keep_it(runtime_dir: Path, shm_dir: Path, 
         import sys, threading, time
         from concurrent.futures import ThreadPoolExecutor
         import shmserve.server
-        def hang(*_):  # as a read from a file server that is gone does
+        def hang(_):  # as a read from a file server that is gone does
             with ThreadPoolExecutor() as pool:
                 pool.submit(time.sleep, 60)
-        shmserve.server.load_all = hang
+        shmserve.server.Loader.run = hang
         sys.argv[1:] = ["start", "--data", "x.bin", "--endpoint", sys.argv[1]]
         shmserve.cli.main()
     """
@@ -261,14 +263,14 @@ def test_locked_pages_are_locked(serve: Serve) -> None:
     assert int(locked) << 10 >= daemon.status().datasets[0].segment_nbytes - (2 << 20)
 
 
-def test_a_lock_that_the_limit_forbids_is_refused(runtime_dir: Path, shm_dir: Path, tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may lock as much as it likes")
-    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
-    done = run_cli("start", "--data", RAGGED, "--lock", "--shm-dir", shm_dir)
+@pytest.mark.skipif(not (shutil.which("prlimit") and shutil.which("setpriv")), reason="needs util-linux")
+def test_a_lock_that_the_limit_forbids_is_refused(runtime_dir: Path, shm_dir: Path) -> None:
+    limits = ["prlimit", "--memlock=0"] + (["setpriv", "--bounding-set=-ipc_lock"] if os.geteuid() == 0 else [])
+    start = [sys.executable, "-m", "shmserve", "start", "--data", str(RAGGED), "--shm-dir", str(shm_dir), "--lock"]
+    done = subprocess.run([*limits, *start], env=environment(), capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 3
     assert "ulimit -l" in done.stderr
+    assert list(shm_dir.iterdir()) == []
 
 
 def test_linger_ends_it_when_nothing_is_attached_any_more(serve: Serve) -> None:
@@ -330,6 +332,15 @@ def test_bytes_that_are_not_even_zeromq_leave_it_serving(serve: Serve) -> None:
             client.connect(str(daemon.socket))
             client.sendall(rng.randbytes(rng.randrange(1, 200)))
     assert is_serving(daemon)
+
+
+def test_every_request_of_a_quick_client_is_answered(serve: Serve, tmp_path: Path) -> None:
+    daemon = serve("--data", RAGGED)
+    busy = [Child.python("while True: pass", folder=tmp_path) for _ in range(2)]  # or libzmq's threads keep up anyway
+    with busy[0], busy[1], dealer(daemon.socket) as client:
+        for request_id in range(10_000):
+            client.send(encode(Hello("test"), request_id))
+            assert decode_reply(receive(client))[0] == request_id
 
 
 def test_a_failure_carries_the_id_of_its_request(serve: Serve) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from shmserve.catalog import Catalog, Failed, Loading
 from shmserve.config import DaemonConfig, DatasetConfig
-from shmserve.loader import load_all
+from shmserve.loader import Loader
 from shmserve.progress import Progress
 from shmserve.service import Service
 from shmserve.sources.base import SourceOptions
@@ -58,7 +57,7 @@ class Loaded:
         self.config = DaemonConfig(self.configs, "/tmp/none.sock", str(shm_dir))
         self.catalog = Catalog(self.configs)
         self.output = io.StringIO()
-        load_all(self.config, self.catalog, Progress(self.output), threading.Event())
+        Loader(self.config, self.catalog, Progress(self.output)).run()
         assert self.catalog.failure() is None
         self.service = Service(self.catalog, endpoint=self.config.endpoint, shm_dir=self.config.shm_dir)
 

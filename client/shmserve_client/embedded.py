@@ -128,9 +128,8 @@ def _one_at_a_time(path: str) -> Iterator[None]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            # Who held it before has removed this file: those who come now lock another one.
-            if not os.path.exists(path) or not os.path.samestat(os.stat(path), os.fstat(fd)):
-                continue
+            if os.fstat(fd).st_nlink == 0:
+                continue  # who held it before has removed this file: those who come now lock another one
             try:
                 yield
             finally:

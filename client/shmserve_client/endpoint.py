@@ -72,7 +72,8 @@ def parse_endpoint(endpoint: str) -> str:
         raise EndpointError(
             f"endpoint {endpoint!r} is not the absolute path of a socket, such as ipc:///path/of/the.sock"
         )
-    nbytes = len(os.fsencode(control_path(path)))
+    # The owner's socket is asked through the same door, and has nothing beside it that is longer.
+    nbytes = len(os.fsencode(path if path.endswith(control_path("")) else control_path(path)))
     if nbytes > MAX_SOCKET_PATH_NBYTES:
         raise EndpointError(
             f"endpoint {path!r} has {len(os.fsencode(path))} bytes, a socket's path may have "

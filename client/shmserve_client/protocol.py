@@ -10,7 +10,6 @@ from __future__ import annotations
 import types
 import typing
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
 from typing import Any, Final, TypeAlias
 
 import msgpack
@@ -299,13 +298,11 @@ def _decode(frame: bytes, limit: int, kinds: _Kinds) -> tuple[int, Any]:
     return request_id, _from_fields(kind, envelope)
 
 
-@cache
-def _field_types(kind: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_FIELD_TYPES: Final = {kind: typing.get_type_hints(kind) for kind in (*_OPS, DatasetStatus)}
 
 
 def _from_fields(kind: type[Any], values: dict[str, Any]) -> Any:
-    types_by_name = _field_types(kind)
+    types_by_name = _FIELD_TYPES[kind]
     if values.keys() != types_by_name.keys():
         different = sorted(values.keys() ^ types_by_name.keys())
         raise ProtocolError(f"{kind.__name__} message with missing or unknown fields: {', '.join(map(str, different))}")

@@ -113,7 +113,10 @@ def train(dataset: str, data: str, ranks: int, workers: int, steps: int, daemon:
         outcomes = [Outcome(**json.loads(_line(process))) for process in processes]
         run = _measured([process.pid for process in processes], outcomes, daemon)
         for process in processes:
-            process.communicate(timeout=_PATIENCE_S)  # the end of its input lets it go
+            assert process.stdin is not None
+            process.stdin.close()  # the end of its input lets it go
+        for process in processes:
+            process.wait(_PATIENCE_S)
     return run
 
 

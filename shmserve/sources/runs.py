@@ -62,7 +62,8 @@ class Entries:
         for _, lengths, pointers in self:
             filled = np.flatnonzero(lengths[:-1] > 0)
             if len(filled):
-                return float(pointers[filled[0] + 1] - pointers[filled[0]]) / float(lengths[filled[0]])
+                pointer, following = pointers[filled[0] : filled[0] + 2].tolist()
+                return float((following - pointer) / lengths[filled[0]])
         return 0
 
     def runs(self, values: Path, itemsize: int) -> list[Run]:

@@ -165,6 +165,7 @@ class LegacyPair(Source):
 
 def _lengths(sizes: NDArray[np.int64], starts: NDArray[np.int64], ndims: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the product of each item's sizes; as floats, which do not wrap and are exact up to 2^53."""
-    products = np.multiply.reduceat(np.append(sizes, 1).astype(np.float64), starts[:-1])
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is no item's length
+        products = np.multiply.reduceat(np.append(sizes, 1).astype(np.float64), starts[:-1])
     products[ndims == 0] = 1  # a scalar, where reduceat gives the next item's first size
     return products

@@ -176,6 +176,13 @@ class TestPointers:
         with pytest.raises(SourceFormatError, match=f"sequence 4 .* wrapped at 2.31, it should be {1 << 31}"):
             plan(path)
 
+    def test_pointers_that_wrapped_to_where_other_values_are(self, tmp_path):
+        """A single sequence of 4 GiB takes the next pointer past 2^32 at once: it is not even negative."""
+        path = write_pair(tmp_path / "c", [1 << 29, 4], [0, 0], np.zeros(0), code=5)
+        truncate(path, (1 << 32) + 32)
+        with pytest.raises(SourceFormatError, match=f"sequence 1 .* wrapped at 2.31, it should be {1 << 32}"):
+            plan(path)
+
 
 class TestFloatCodes:
     """Codes 6 and 7 mean float32 to one writer and float64 to another: only the size of the values tells."""
@@ -252,6 +259,29 @@ class TestIndex:
             else:
                 with pytest.raises(SourceFormatError, match=r"c\.idx"):
                     plan(path)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "written-megatron-core/multimodal_uint16",
+            "written-megatron-core/float32",
+            "written-fairseq-0.12.2/builders/cached_2d_int64",
+            "written-gpt-neox/cached_int32",
+        ],
+    )
+    @pytest.mark.parametrize("flip", [0x01, 0x80])
+    def test_a_damaged_byte_is_refused_or_harmless(self, tmp_path, name, flip):
+        shutil.copy(FIXTURES / f"{name}.bin", tmp_path / "c.bin")
+        whole = (FIXTURES / f"{name}.idx").read_bytes()
+        for position in range(len(whole)):
+            damaged = bytearray(whole)
+            damaged[position] ^= flip
+            (tmp_path / "c.idx").write_bytes(damaged)
+            try:
+                corpus = plan(tmp_path / "c")
+            except SourceFormatError:
+                continue
+            samples(corpus)  # whatever it says now, it says it consistently
 
 
 class TestHalves:
