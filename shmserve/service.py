@@ -188,6 +188,8 @@ def _status(config: DatasetConfig, state: State) -> DatasetStatus:
             return replace(blank, state="failed", error=str(error))
         case Ready(segment=segment):
             description, header = segment.description, segment.header
+            # Not the file's size: the gap between description and data is a hole.
+            memory_nbytes = os.fstat(segment.fd).st_blocks * 512
             attached = attached_processes(segment.fd)
             pid_namespace = os.stat("/proc/self/ns/pid").st_ino
             here = [process.pid for process in attached if process.pid_namespace == pid_namespace]
@@ -198,8 +200,8 @@ def _status(config: DatasetConfig, state: State) -> DatasetStatus:
                 format=description.format,
                 num_samples=description.num_samples,
                 stream=description.stream,
-                segment_nbytes=header.total_nbytes,
-                loaded_nbytes=header.total_nbytes,
+                segment_nbytes=memory_nbytes,
+                loaded_nbytes=memory_nbytes,
                 huge_nbytes=segment.huge_nbytes,
                 path=segment.path,
                 generation=header.generation,

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from shmserve_client import ConfigError, DaemonStartError, ShmDataset
+from shmserve_client import embedded as embedded_module
 from shmserve_client.connection import Connection
 from shmserve_client.endpoint import source_key
 from shmserve_client.protocol import Status, StatusReport
@@ -23,6 +24,8 @@ from tests.processes import Child, Daemon, wait_until
 
 Serve = Callable[..., Daemon]
 LINGER_S = 1.0
+"""Less than from_path grants outside of these tests, which is:"""
+GRANTED_LINGER_S = embedded_module._LEAST_LINGER_S
 
 
 class Embedded:
@@ -52,6 +55,7 @@ class Embedded:
 
 @pytest.fixture
 def embedded(runtime_dir: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Embedded]:
+    monkeypatch.setattr("shmserve_client.embedded._LEAST_LINGER_S", LINGER_S)
     started = Embedded(runtime_dir, shm_dir)
     for name, value in started.env.items():
         monkeypatch.setenv(name, value)
@@ -220,6 +224,24 @@ def test_a_daemon_that_was_killed_is_replaced(embedded: Embedded, corpus: Path) 
         assert report.datasets[0].adopted
         assert second.info.path == first.info.path
     first.close()
+
+
+def test_without_linger_it_still_gets_attached(
+    embedded: Embedded, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmserve_client.embedded._LEAST_LINGER_S", GRANTED_LINGER_S)
+    with ShmDataset.from_path(corpus, linger=0.0) as dataset:
+        assert dataset[2].tolist() == [4, 5]
+
+
+def test_the_slot_of_a_daemon_that_is_ending_is_left_alone(embedded: Embedded, corpus: Path) -> None:
+    with ShmDataset.from_path(corpus, linger=LINGER_S):
+        (socket,) = embedded.sockets()
+        socket.rename(socket.with_suffix(".away"))  # as when it has closed its socket, and still has its lock
+        with ShmDataset.from_path(corpus, linger=LINGER_S) as second:
+            assert second[2].tolist() == [4, 5]
+            assert [path.name[-7:] for path in embedded.sockets()] == [".1.sock"]
+        socket.with_suffix(".away").rename(socket)
 
 
 def test_a_module_in_the_current_directory_does_no_harm(embedded: Embedded, corpus: Path, tmp_path: Path) -> None:

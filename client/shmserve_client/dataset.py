@@ -157,7 +157,7 @@ class ShmDataset(Dataset[Any]):
                 dataset.
             stored_dtype: the items of files without a header, as a numpy name (`--dtype`).
             vocab_size: every token id must be below it (`--vocab-size`).
-            linger: seconds.
+            linger: seconds, five at least.
             options: as the constructor's, other than `name` and `endpoint`. `timeout` does not limit the loading.
 
         Raises:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .connection import attach_when_ready
-from .endpoint import default_directory, ensure_directory, find_endpoints, listening, log_path, source_key
+from .endpoint import default_directory, ensure_directory, find_endpoints, listening, lock_path, log_path, source_key
 from .errors import (
     ConfigError,
     DaemonStartError,
@@ -34,6 +34,8 @@ from .segment import Segment
 
 __all__ = ["Served", "serve"]
 
+_LEAST_LINGER_S: Final = 5.0
+"""A new daemon lingers from the moment it is ready, and the process that started it has yet to attach."""
 _PASSED_ON: Final = ("SHMSERVE_SHM_DIR", "SHMSERVE_LOG_LEVEL")
 """The settings that also hold for a daemon started here; the others speak of another daemon."""
 
@@ -56,7 +58,7 @@ def serve(
         data: files, directories, globs or prefixes: the shards of one dataset.
         dtype: the items of files without a header.
         vocab_size: every token id must be below it.
-        linger_s: how many seconds a new daemon stays without clients.
+        linger_s: how many seconds a new daemon stays without clients, five at least.
         timeout_s: how many seconds a daemon's answer may take; the loading may take as long as it needs.
 
     Raises:
@@ -76,7 +78,7 @@ def serve(
         if served is not None:
             return served
         endpoint = _free_slot(key, directory)
-        _start(endpoint, data, dtype, vocab_size, linger_s)
+        _start(endpoint, data, dtype, vocab_size, max(linger_s, _LEAST_LINGER_S))
         return _attach(endpoint, key, timeout_s)
 
 
@@ -118,7 +120,25 @@ def _slots(key: str, directory: str) -> list[str]:
 
 def _free_slot(key: str, directory: str) -> str:
     slots = (_slot(key, directory, number) for number in itertools.count())
-    return next(slot for slot in slots if not listening(slot))
+    return next(slot for slot in slots if not listening(slot) and not _is_locked(lock_path(slot)))
+
+
+def _is_locked(path: str) -> bool:
+    """Return whether a daemon holds its lock file, as one does that has closed its socket and is about to end.
+
+    The lock is taken for a moment: nobody else can want it, since starting a daemon of this source takes its turn.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 @contextlib.contextmanager
@@ -133,7 +153,8 @@ def _one_at_a_time(path: str) -> Iterator[None]:
             try:
                 yield
             finally:
-                os.unlink(path)
+                with contextlib.suppress(FileNotFoundError):  # a session's runtime directory is emptied at logout
+                    os.unlink(path)
             return
         finally:
             os.close(fd)

@@ -150,6 +150,7 @@ class DatasetStatus:
     stream: bool
     """Whether it is a flat token file: `num_samples` then counts tokens, and a client must give a block_size."""
     segment_nbytes: int
+    """The memory that the segment takes; while it loads, what its arrays need, or 0 until that is known."""
     loaded_nbytes: int
     huge_nbytes: int
     """Of the segment, how many bytes lie on huge pages."""
