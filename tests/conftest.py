@@ -82,7 +82,8 @@ def _descriptors() -> set[object]:
 
 
 def _shared() -> set[object]:
-    return {name for name in os.listdir(SHM) if not name.startswith(TEST_PREFIX)}
+    """Names in /dev/shm that shmserve or torch made, other than the tests' own folders: other programs use it, too."""
+    return {name for name in os.listdir(SHM) if name.startswith(("shmserve-", "torch_")) and TEST_PREFIX not in name}
 
 
 def _unused(names: set[object]) -> set[object]:

@@ -242,6 +242,31 @@ def test_attaching_takes_no_time_that_depends_on_the_size(serve: Serve, tmp_path
     assert times_s[4_000_000] < 0.005 + 2 * times_s[1_000], times_s
 
 
+def test_memory_descriptors_and_mappings_stay_flat_over_epochs(serve: Serve, corpus: Path) -> None:
+    daemon = serve("--data", corpus)
+    done = run_python(f"""
+        import gc, os, psutil
+        from torch.utils.data import DataLoader
+        from shmserve_client import ShmDataset
+
+        dataset = ShmDataset(endpoint="{daemon.endpoint}", block_size=4, stride=1)
+
+        def epoch():
+            for _ in range(200):
+                for batch in DataLoader(dataset, batch_size=64):
+                    pass
+            gc.collect()
+            with open("/proc/self/maps") as maps:
+                mappings = sum("shmserve-" in line for line in maps)
+            return psutil.Process().memory_full_info().uss, len(os.listdir("/proc/self/fd")), mappings
+
+        (uss, *rest), (uss_later, *rest_later) = epoch(), epoch()
+        print(uss_later - uss)
+        assert rest == rest_later, (rest, rest_later)
+    """)
+    assert int(done.stdout) < 5 << 20
+
+
 def test_a_sample_costs_about_a_microsecond(serve: Serve, corpus: Path) -> None:
     daemon = serve("--data", corpus)
     done = run_python(f"""

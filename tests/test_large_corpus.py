@@ -1,4 +1,4 @@
-"""A hundred million sequences, past 2^31 and 2^32 bytes: parsed in seconds, attached in milliseconds, right at both ends."""
+"""A hundred million sequences, past 2^31 and 2^32 bytes: parsed in seconds, attached in no time, right at both ends."""
 
 from __future__ import annotations
 

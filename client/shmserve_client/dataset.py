@@ -186,7 +186,12 @@ class ShmDataset(Dataset[Any]):
         columns = self._open_columns(segment)
         if self._lookup == "daemon":
             remote = RemoteOffsets(
-                *(self._endpoint, self._timeout_s, self.name, self._nonce, self._block_size, self._stride)
+                self._endpoint,
+                self._timeout_s,
+                name=self.name,
+                nonce=self._nonce,
+                block_size=self._block_size,
+                stride=self._stride,
             )
             read_many = remote_reader(columns, self._transform, remote.extents)
             attached = _Attached(segment, columns, remote, read_many)
@@ -218,9 +223,7 @@ class ShmDataset(Dataset[Any]):
         return opened
 
     def __len__(self) -> int:
-        if self._length < 0:
-            self._attach()
-        return self._length
+        return self._length if self._length >= 0 else self._attach().samples.count
 
     def __getitem__(self, index: Any) -> Any:
         """Return sample `index`, or a list of samples for a slice.
