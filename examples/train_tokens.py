@@ -1,6 +1,6 @@
 """Train a small language model on tokens that all ranks and DataLoader workers read from one copy in shared memory.
 
-    shmserve start --data corpus.bin
+    shmserve start --data corpus.bin --detach
     torchrun --nproc_per_node 2 examples/train_tokens.py --dataset corpus
 
 or, without starting a daemon first:
@@ -28,14 +28,14 @@ from shmserve_client import ShmDataset
 
 
 class Block(nn.Module):
-    """One layer of a transformer: causal attention, then a perceptron."""
+    """One layer of a transformer: causal attention, then an MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm_attention, self.norm_perceptron = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
@@ -43,7 +43,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attention = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attention.transpose(1, 2).reshape(batch, length, width))
-        return x + self.perceptron(self.norm_perceptron(x))
+        return x + self.mlp(self.norm_mlp(x))
 
 
 class LanguageModel(nn.Module):

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TypeAlias
 
 from shmserve_client.errors import DatasetNotFoundError, ShmserveError
-from shmserve_client.layout import DTYPES, Array
-from shmserve_client.mapping import Mapping
-from shmserve_client.writer import OwnedSegment
+from shmserve_client.owned import OwnedSegment
+from shmserve_client.records import shown
 
 from .config import DatasetConfig
 from .sources import Resolved
@@ -25,11 +21,15 @@ __all__ = ["Catalog", "Failed", "Loading", "Ready", "State"]
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """On its way: `done_nbytes` of `total_nbytes` are in shared memory. The total is 0 until the index is read."""
+    """On its way: `done_nbytes` of `total_nbytes` are in shared memory. The total is 0 until the index is read.
+
+    `key` is the source's (`Resolved.key`), empty until its files are found.
+    """
 
     format: str = ""
     done_nbytes: int = 0
     total_nbytes: int = 0
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,11 @@ class Ready:
     """Served from `segment`, which holds what `resolved` named when it was loaded."""
 
     segment: OwnedSegment
-    mapping: Mapping
-    """The daemon's own view, for lookups; it does not count as an attached process."""
     resolved: Resolved
     adopted: bool
     load_seconds: float
-
-    def array(self, array: Array) -> NDArray[Any]:
-        """Return a view of one of the segment's arrays."""
-        return np.ndarray(array.shape, DTYPES[array.dtype], buffer=self.mapping.bytes, offset=array.offset)
+    source_changed: bool = False
+    """Whether the files were no longer those when somebody last looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,7 @@ class Catalog:
             DatasetNotFoundError: no dataset has that name.
         """
         if name not in self._configs:
-            raise DatasetNotFoundError(f"no dataset {name!r} here, the daemon serves {', '.join(self._configs)}")
+            raise DatasetNotFoundError(f"no dataset {shown(name)} here, the daemon serves {', '.join(self._configs)}")
         return self._configs[name], self._states[name]
 
     def ready(self) -> dict[str, Ready]:

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from shmserve_client.endpoint import source_key
-from shmserve_client.errors import ConfigError
+from shmserve_client.errors import ConfigError, printable
 
 from .sources.base import SourceOptions
 
@@ -46,6 +45,8 @@ __all__ = [
 
 DEFAULT_SHM_DIR: Final = "/dev/shm"
 MAX_NAME_LENGTH: Final = 128
+MAX_COUNT: Final = 1 << 62
+"""Counts of items stay below it, as those of a lookup must."""
 
 _WILDCARD: Final = re.compile(r"[*?]|\[[^]]*\]")
 _SEPARATORS: Final = "-_. "
@@ -71,15 +72,10 @@ class DatasetConfig:
             ("stride", self.stride),
             ("vocab-size", self.options.vocab_size),
         ):
-            if value is not None and value < 1:
-                raise ConfigError(f"dataset {self.name!r}: {option} {value} must be at least 1")
+            if value is not None and not 1 <= value < MAX_COUNT:
+                raise ConfigError(f"dataset {self.name!r}: {option} {value} must be at least 1 and less than 2^62")
         if self.stride is not None and self.block_size is None:
             raise ConfigError(f"dataset {self.name!r}: stride {self.stride} without a block-size: give both")
-
-    @property
-    def key(self) -> str:
-        """The source key by which an embedded client asks for this data."""
-        return source_key(self.data, self.options.dtype, self.options.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +168,14 @@ def default_name(data: Sequence[str]) -> str:
         common = _WILDCARD.sub("", folder.name).strip(_SEPARATORS)
     if not common:
         raise ConfigError(f"no name for the dataset of {data[0]}: give one, --data NAME={data[0]}")
-    return common[:MAX_NAME_LENGTH]
+    return printable(common)[:MAX_NAME_LENGTH]
 
 
 def _name_of(path: Path) -> str:
-    if _WILDCARD.search(path.name) and not path.exists():
+    # Not Path's own, which raise where the path cannot be one: resolving it will say why.
+    if _WILDCARD.search(path.name) and not os.path.exists(path):
         return _WILDCARD.sub("", path.stem).strip(_SEPARATORS)
-    return path.stem if path.is_file() else path.name
+    return path.stem if os.path.isfile(path) else path.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Final
 
-from shmserve_client.errors import DatasetFailedError, ShmserveError, SourceFormatError
+from shmserve_client.errors import DatasetFailedError, ShmserveError, SourceFormatError, printable
 from shmserve_client.layout import Array, Column, Description, SourceRecord
-from shmserve_client.mapping import map_private
-from shmserve_client.writer import OwnedSegment, Piece, write_segment
+from shmserve_client.owned import OwnedSegment
+from shmserve_client.writer import Piece, write_segment
 
 from .catalog import Catalog, Failed, Loading, Ready
 from .config import DaemonConfig, DatasetConfig
@@ -27,6 +27,7 @@ __all__ = ["Loader", "describe"]
 log = logging.getLogger(__name__)
 
 _SHOWN_SHARDS: Final = 8
+_PAGE_NBYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Loader:
     def _find(self, config: DatasetConfig) -> _Found:
         started_s = time.monotonic()
         resolved = resolve(config.data, config.options)
-        self._catalog.put(config.name, Loading(resolved.format))
+        self._catalog.put(config.name, Loading(resolved.format, key=resolved.key))
         first_files = [shard.files[0].name for shard in resolved.shards]
         if len(first_files) > 1:  # samples are counted through all of them, so their order matters to people
             shown = first_files[:_SHOWN_SHARDS]
@@ -106,10 +107,11 @@ class Loader:
     def _write(self, found: _Found) -> None:
         name, resolved = found.config.name, found.resolved
         description, pieces = describe(name, resolved, resolved.plan())
-        self._progress.start(name, sum(array.nbytes for array in description.all_arrays()))
+        nbytes = sum(array.nbytes for array in description.all_arrays())
+        self._progress.start(name, (-(-nbytes // _PAGE_NBYTES) + 1) * _PAGE_NBYTES)  # one is the header's
 
         def on_progress(done_nbytes: int, total_nbytes: int) -> None:
-            self._catalog.put(name, Loading(resolved.format, done_nbytes, total_nbytes))
+            self._catalog.put(name, Loading(resolved.format, done_nbytes, total_nbytes, resolved.key))
             self._progress.advance(done_nbytes, total_nbytes)
 
         segment = write_segment(
@@ -135,9 +137,8 @@ class Loader:
     def _serve(self, found: _Found, segment: OwnedSegment, *, adopted: bool) -> None:
         if self._config.lock:
             segment.lock_pages()
-        mapping = map_private(segment.fd, segment.header.total_nbytes)
         load_seconds = time.monotonic() - found.started_s
-        self._catalog.put(found.config.name, Ready(segment, mapping, found.resolved, adopted, load_seconds))
+        self._catalog.put(found.config.name, Ready(segment, found.resolved, adopted, load_seconds))
 
 
 def describe(name: str, resolved: Resolved, corpus: Corpus) -> tuple[Description, list[Sequence[Piece]]]:
@@ -158,7 +159,9 @@ def describe(name: str, resolved: Resolved, corpus: Corpus) -> tuple[Description
         format=corpus.format,
         num_samples=corpus.num_samples,
         columns=(column,),
-        source=SourceRecord(resolved.key, resolved.fingerprint, resolved.data, len(resolved.files)),
+        source=SourceRecord(
+            resolved.key, resolved.fingerprint, tuple(map(printable, resolved.data)), len(resolved.files)
+        ),
         arrays={key: _array(plan) for key, plan in corpus.arrays.items()},
         stream=corpus.stream,
         notes=corpus.notes,

@@ -9,16 +9,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import struct
 from dataclasses import dataclass
-from typing import Final
 
 from shmserve_client.errors import AlreadyRunningError, EndpointError
+from shmserve_client.locks import FLOCK, is_at
 
 __all__ = ["Holder", "LockFile", "holder_of"]
-
-_FLOCK: Final = struct.Struct("hhqqi4x")
-"""`struct flock` of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class LockFile:
     def release(self) -> None:
         """Remove the file and drop the lock. Idempotent."""
         if self._fd >= 0:
-            if _is_at(self._fd, self.path):
+            if is_at(self._fd, self.path):
                 os.unlink(self.path)  # while it is locked: a start that gets the lock later sees that it is not the one
             os.close(self._fd)
             self._fd = -1
@@ -55,7 +51,7 @@ def _acquire(path: str) -> int:
             raise EndpointError(f"cannot open the lock file {path}: {error.strerror}") from error
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(fd, path):
+            if is_at(fd, path):
                 return fd
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -68,17 +64,9 @@ def _acquire(path: str) -> int:
         os.close(fd)  # its last holder removed the file, or has just let go of it: once more
 
 
-def _is_at(fd: int, path: str) -> bool:
-    try:
-        there = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(fd), there)
-
-
 def _holder(fd: int) -> Holder | None:
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
     return None if kind == fcntl.F_UNLCK else Holder(pid)
 
 

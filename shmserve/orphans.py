@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from shmserve_client.errors import ConfigError, SegmentFormatError, SegmentNotFoundError, ShmserveError
 from shmserve_client.layout import Description
-from shmserve_client.locks import AttachedProcess, attached_processes, take_owner_lock
+from shmserve_client.locks import AttachedProcess, attached_processes, is_at, take_owner_lock
+from shmserve_client.owned import OwnedSegment, adopt_segment
 from shmserve_client.segment import open_segment, read_prefix
-from shmserve_client.writer import OwnedSegment, adopt_segment
 
 __all__ = ["Collected", "Leftover", "adopt", "collect"]
 
 log = logging.getLogger(__name__)
 
+_LOOK_S: Final = 0.05
+"""For how long at most a collection, or its dry run, holds the lock of a segment that it looks at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file of a daemon that is gone."""
+    """A segment of a daemon that is gone, and the memory it takes."""
 
     path: str
     nbytes: int
@@ -60,7 +65,9 @@ def adopt(name: str, fingerprint: str, shm_dir: str, *, gid: int | None = None) 
         try:
             description = _description_of(path)
             if description.name == name and description.source.fingerprint == fingerprint:
-                segment = adopt_segment(path, gid=gid)
+                deadline_s = time.monotonic() + _LOOK_S
+                while (segment := adopt_segment(path, gid=gid)) is None and time.monotonic() < deadline_s:
+                    time.sleep(_LOOK_S / 10)
                 if segment is not None:
                     return segment
         except (SegmentFormatError, SegmentNotFoundError) as error:
@@ -90,7 +97,7 @@ def collect(shm_dir: str, *, dry_run: bool = False) -> Collected:
         with _orphan(path) as fd:
             if fd is None:
                 continue
-            leftover = Leftover(path, os.fstat(fd).st_size, tuple(attached_processes(fd)))
+            leftover = Leftover(path, os.fstat(fd).st_blocks * 512, tuple(attached_processes(fd)))
             (kept if leftover.attached else removed).append(leftover)
             if not leftover.attached and not dry_run:
                 os.unlink(path)
@@ -108,14 +115,6 @@ def _orphan(path: str) -> Iterator[int | None]:
         yield None
         return
     try:
-        yield fd if os.fstat(fd).st_uid == os.geteuid() and take_owner_lock(fd) and _is_at(fd, path) else None
+        yield fd if os.fstat(fd).st_uid == os.geteuid() and take_owner_lock(fd) and is_at(fd, path) else None
     finally:
         os.close(fd)
-
-
-def _is_at(fd: int, path: str) -> bool:
-    """Return whether `path` still names the file of `fd`, rather than nothing or one made since."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
-        return False

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TextIO
+
+from shmserve_client.errors import printable
 
 from .text import duration, percent, size
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-__all__ = ["Progress", "open_progress"]
+__all__ = ["Progress", "harmless", "open_progress"]
+
+log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
+
+
+@contextmanager
+def harmless(stream: TextIO) -> Iterator[None]:
+    """Run the block, which writes to `stream`: that nobody reads it, or a disk is full, must not end a daemon."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # or the exit would try again to write what is left, and fail
+            sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(sink, stream.fileno())
+            os.close(sink)
+        log.debug("could not write to %s: %s", stream.name, error)
 
 
 class Progress:
@@ -25,8 +47,9 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Show one line."""
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        with harmless(self._stream):
+            self._stream.write(printable(line) + "\n")
+            self._stream.flush()
 
     def start(self, name: str, total_nbytes: int) -> None:
         """Show that `total_nbytes` bytes of the dataset `name` are about to be loaded."""
@@ -40,9 +63,9 @@ class Progress:
         if now_s - self._said_s >= _SECONDS_BETWEEN_LINES:
             self._said_s = now_s
             rate = done_nbytes / (now_s - self._started_s)
-            left = f", {duration((total_nbytes - done_nbytes) / rate)} left" if rate else ""
+            left = f", {size(rate)}/s, {duration((total_nbytes - done_nbytes) / rate)} left" if rate else ""
             done = f"{size(done_nbytes)} of {size(total_nbytes)} ({percent(done_nbytes, total_nbytes)} %)"
-            self.say(f"{self._name}: loaded {done}, {size(rate)}/s{left}")
+            self.say(f"{self._name}: loaded {done}{left}")
 
     def close(self) -> None:
         """Show no more progress; idempotent. `say` still works."""
@@ -55,14 +78,14 @@ class _Bar(Progress):
         super().__init__(stream)
         # Only here: a daemon without a terminal does not carry rich in its memory.
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
         self._bars = Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
             console=Console(file=stream),
             transient=True,
@@ -70,20 +93,27 @@ class _Bar(Progress):
         self._bar: TaskID | None = None
 
     def say(self, line: str) -> None:
-        self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with harmless(self._stream):
+            self._bars.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def start(self, name: str, total_nbytes: int) -> None:
-        self._bars.start()
+        self._started_s = time.monotonic()
+        with harmless(self._stream):
+            self._bars.start()
         if self._bar is not None:
             self._bars.remove_task(self._bar)
-        self._bar = self._bars.add_task(name, total=total_nbytes)
+        self._bar = self._bars.add_task(name, total=total_nbytes, rate="")
 
     def advance(self, done_nbytes: int, total_nbytes: int) -> None:
         if self._bar is not None:
-            self._bars.update(self._bar, completed=done_nbytes, total=total_nbytes)
+            rate = done_nbytes / max(time.monotonic() - self._started_s, 1e-9)
+            self._bars.update(
+                self._bar, completed=done_nbytes, total=total_nbytes, rate=f"{size(rate)}/s" if rate else ""
+            )
 
     def close(self) -> None:
-        self._bars.stop()
+        with harmless(self._stream):
+            self._bars.stop()
 
 
 def open_progress(stream: TextIO) -> Progress:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import zmq
 
 from shmserve_client.endpoint import control_path, ensure_directory, lock_path
-from shmserve_client.errors import EndpointError, ProtocolError, ShmserveError
+from shmserve_client.errors import EndpointError, ShmserveError
 from shmserve_client.locks import attached_processes
 from shmserve_client.protocol import (
     MAX_REQUEST_NBYTES,
@@ -35,12 +35,14 @@ from shmserve_client.protocol import (
     request_id_of,
 )
 
-from .catalog import Catalog, Ready
+from .catalog import Catalog
 from .config import DaemonConfig
 from .loader import Loader
 from .lockfile import LockFile
 from .progress import Progress
 from .service import Service
+from .text import count
+from .watch import Watch
 
 __all__ = ["Server"]
 
@@ -70,6 +72,8 @@ class Server:
         self.started = False
         self.should_exit = False
         self.removes_segments = False
+        self.lingered_out = False
+        self._progress = progress
         self._on_ready = on_ready
         self._cleanup = ExitStack()
         self._loader = Loader(config, self.catalog, progress)
@@ -113,6 +117,9 @@ class Server:
         self._cleanup.callback(self._release_segments)
         self._loading.start()
         self._cleanup.callback(self._stop_loading)
+        watch = Watch(self.catalog)
+        watch.start()
+        self._cleanup.callback(watch.stop)
         log.info("listening at ipc://%s (pid %d)", endpoint, os.getpid())
 
     def _listen(self, context: zmq.Context[_Socket], path: str, gid: int | None) -> _Socket:
@@ -171,11 +178,11 @@ class Server:
             if len(frames) != 1:
                 log.debug("dropped a message of %d frames, one is expected", len(frames))
                 continue
-            request_id, reply = _reply_to_frame(frames[0], decode, reply_to)
+            reply = _reply_to_frame(frames[0], decode, reply_to)
             try:
-                _send(router, identity, encode(reply, request_id))
+                _send(router, identity, reply)
             except zmq.ZMQError as error:  # the client has gone, or does not read; that is its own affair
-                log.debug("dropped a %s: %s", type(reply).__name__, error)
+                log.debug("dropped a reply of %d bytes: %s", len(reply), error)
 
     def _reply(self, request: Request) -> Reply:
         if isinstance(request, Attach):
@@ -203,7 +210,7 @@ class Server:
             self._last_used_s = now_s
         elif now_s - self._last_used_s >= linger_s:
             log.info("no process has been attached for %g s", linger_s)
-            self.should_exit = True
+            self.should_exit = self.lingered_out = True
 
     def _load(self) -> None:
         try:
@@ -226,15 +233,16 @@ class Server:
     def _release_segments(self) -> None:
         """Remove the segments, except those that the next start may want; all of them when told to stop."""
         for name, ready in self.catalog.ready().items():
-            if not self.removes_segments and self._is_wanted(ready):
-                log.info("the segment of %r stays for the next start", name)
-            else:
-                ready.segment.unlink()
-            ready.segment.close()
-
-    def _is_wanted(self, ready: Ready) -> bool:
-        """Return whether processes read the segment, or it was here before a start that did not come to its end."""
-        return bool(attached_processes(ready.segment.fd)) or (ready.adopted and not self.started)
+            segment = ready.segment
+            readers = [] if self.removes_segments else attached_processes(segment.fd)
+            if readers:
+                self._progress.say(
+                    f"{name}: {segment.path} stays for its {count(len(readers), 'reader')}: the next start adopts it, "
+                    "`shmserve gc` removes it once nobody reads it"
+                )
+            elif self.removes_segments or self.started or not ready.adopted:  # else it was here before, and is kept
+                segment.unlink()
+            segment.close()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -270,14 +278,15 @@ def _send(router: _Socket, identity: bytes, frame: bytes) -> None:
 
 def _reply_to_frame(
     frame: bytes, decode: Callable[[bytes], tuple[int, Any]], reply_to: Callable[[Any], Reply]
-) -> tuple[int, Reply]:
-    """Return (request id, reply) for whatever bytes a client sent."""
+) -> bytes:
+    """Return the frame of the reply to whatever bytes a client sent."""
+    request_id = None
     try:
         request_id, request = decode(frame)
-    except ProtocolError as error:
-        return request_id_of(frame), failure_from(error)
-    try:
-        return request_id, reply_to(request)
+        return encode(reply_to(request), request_id)
+    except ShmserveError as error:
+        failure = failure_from(error)
     except Exception as error:  # a fault of ours must not take down what others use
-        log.exception("answering %r failed", request)
-        return request_id, failure_from(ShmserveError(f"internal error: {type(error).__name__}: {error}"))
+        log.exception("answering %r failed", frame[:200])
+        failure = failure_from(ShmserveError(f"internal error: {type(error).__name__}: {error}"))
+    return encode(failure, request_id_of(frame) if request_id is None else request_id)

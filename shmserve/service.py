@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from typing import assert_never
+from typing import Final, assert_never
 
 import numpy as np
 
+from shmserve_client.admission import file_system_of
 from shmserve_client.errors import (
     BlockSizeError,
     DatasetFailedError,
@@ -45,6 +46,8 @@ from .text import percent, size
 
 __all__ = ["Service"]
 
+_IN_MEMORY: Final = ("tmpfs", "ramfs")
+
 
 class Service:
     """The answers of one daemon, whose socket is at `endpoint` and whose segments are in `shm_dir`."""
@@ -53,6 +56,7 @@ class Service:
         self._catalog = catalog
         self._endpoint = endpoint
         self._shm_dir = shm_dir
+        self._disk_note = _disk_note(shm_dir)
         self._started_s = time.monotonic()
 
     def reply(self, request: Request) -> Reply:
@@ -77,8 +81,6 @@ class Service:
     def _attach(self, request: Attach) -> Attached:
         config, state = self._find(request)
         ready = _served(config, state)
-        if request.source_key is not None and ready.resolved.changed():
-            raise DatasetNotFoundError(f"the files of dataset {config.name!r} have changed since it was loaded")
         if not ready.segment.name_exists():
             raise SegmentNotFoundError(
                 f"the segment of dataset {config.name!r} was removed from under the daemon, it was at "
@@ -90,18 +92,16 @@ class Service:
 
     def _find(self, request: Attach) -> tuple[DatasetConfig, State]:
         """Return the dataset that fits both the name and the source key, each where it is given."""
-        if request.name is not None:
-            config, state = self._catalog.get(request.name)
-            if request.source_key in (None, config.key):
-                return config, state
-            raise DatasetNotFoundError(f"dataset {request.name!r} is of another source here")
-        fitting = [one for one in self._catalog if request.source_key in (None, one[0].key)]
-        if not fitting:
-            raise DatasetNotFoundError("no dataset of that source is served here")
-        if len(fitting) > 1 and request.source_key is None:
-            names = ", ".join(config.name for config, _ in fitting)
+        named = list(self._catalog) if request.name is None else [self._catalog.get(request.name)]
+        if request.source_key is not None:
+            fitting = [(config, state) for config, state in named if _is_of(config, state, request)]
+            if not fitting:
+                raise DatasetNotFoundError("no dataset of those files, as they are now, is served here")
+            return fitting[0]
+        if len(named) > 1:
+            names = ", ".join(config.name for config, _ in named)
             raise DatasetNotFoundError(f"several datasets are served here, name one of them: {names}")
-        return fitting[0]
+        return named[0]
 
     def _look_up(self, request: Lookup) -> Offsets:
         config, state = self._catalog.get(request.name)
@@ -118,7 +118,7 @@ class Service:
             raise BlockSizeError(f"block_size {request.block_size} or stride {request.stride} is over 2^62")
         samples = open_samples(
             ready.segment.description,
-            ready.array,
+            ready.segment.array,
             column=request.column,
             block_size=request.block_size,
             stride=request.stride,
@@ -140,8 +140,14 @@ class Service:
             shm_dir=self._shm_dir,
             uptime_seconds=time.monotonic() - self._started_s,
             private_nbytes=_private_nbytes(),
-            datasets=[_status(config, state) for config, state in chosen],
+            datasets=[_status(config, state, self._disk_note) for config, state in chosen],
         )
+
+
+def _is_of(config: DatasetConfig, state: State, request: Attach) -> bool:
+    """Return whether the dataset is of the source that `request` asks for, checked as it wants it."""
+    key = state.resolved.key if isinstance(state, Ready) else state.key if isinstance(state, Loading) else ""
+    return key != "" and key == request.source_key and request.vocab_size in (None, config.options.vocab_size)
 
 
 def _served(config: DatasetConfig, state: State) -> Ready:
@@ -158,34 +164,15 @@ def _served(config: DatasetConfig, state: State) -> Ready:
             assert_never(state)
 
 
-def _status(config: DatasetConfig, state: State) -> DatasetStatus:
-    blank = DatasetStatus(
-        name=config.name,
-        state="loading",
-        format="",
-        data=list(config.data),
-        num_samples=0,
-        stream=False,
-        segment_nbytes=0,
-        loaded_nbytes=0,
-        huge_nbytes=0,
-        path="",
-        generation=0,
-        adopted=False,
-        load_seconds=0.0,
-        source_changed=False,
-        attached_pids=[],
-        attached_elsewhere=0,
-        block_size=config.block_size or 0,
-        stride=config.stride or 0,
-        notes=[],
-        error="",
+def _status(config: DatasetConfig, state: State, disk_note: str) -> DatasetStatus:
+    status = DatasetStatus(
+        name=config.name, data=list(config.data), block_size=config.block_size or 0, stride=config.stride or 0
     )
     match state:
         case Loading(format_name, done_nbytes, total_nbytes):
-            return replace(blank, format=format_name, segment_nbytes=total_nbytes, loaded_nbytes=done_nbytes)
+            return replace(status, format=format_name, segment_nbytes=total_nbytes, loaded_nbytes=done_nbytes)
         case Failed(error):
-            return replace(blank, state="failed", error=str(error))
+            return replace(status, state="failed", error=str(error))
         case Ready(segment=segment):
             description, header = segment.description, segment.header
             # Not the file's size: the gap between description and data is a hole.
@@ -193,27 +180,38 @@ def _status(config: DatasetConfig, state: State) -> DatasetStatus:
             attached = attached_processes(segment.fd)
             pid_namespace = os.stat("/proc/self/ns/pid").st_ino
             here = [process.pid for process in attached if process.pid_namespace == pid_namespace]
-            notes = [*description.notes, *([segment.huge_refusal] if segment.huge_refusal else [])]
+            notes = [*description.notes, *filter(None, (segment.huge_refusal, disk_note))]
             return replace(
-                blank,
+                status,
                 state="ready",
                 format=description.format,
                 num_samples=description.num_samples,
                 stream=description.stream,
                 segment_nbytes=memory_nbytes,
                 loaded_nbytes=memory_nbytes,
-                huge_nbytes=segment.huge_nbytes,
+                huge_nbytes=0 if disk_note else segment.huge_nbytes,
                 path=segment.path,
                 generation=header.generation,
                 adopted=state.adopted,
                 load_seconds=state.load_seconds,
-                source_changed=state.resolved.changed(),
+                source_changed=state.source_changed,
                 attached_pids=here,
                 attached_elsewhere=len(attached) - len(here),
                 notes=notes,
             )
         case _:
             assert_never(state)
+
+
+def _disk_note(shm_dir: str) -> str:
+    """Return what to know about segments in `shm_dir` where it is on a disk; empty where it is in memory."""
+    kind = file_system_of(shm_dir)
+    if kind in _IN_MEMORY:
+        return ""
+    return (
+        f"{shm_dir} is on {kind}, not in memory: the segment is a file on that disk, and its pages may be dropped and "
+        "read again: use a tmpfs such as /dev/shm"
+    )
 
 
 def _private_nbytes() -> int:

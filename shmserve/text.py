@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from shmserve_client.errors import printable
 from shmserve_client.layout import DATA_ALIGNMENT
 from shmserve_client.protocol import DatasetStatus, StatusReport
 
-__all__ = ["describe_dataset", "duration", "percent", "readiness_line", "size"]
+__all__ = ["count", "describe_dataset", "duration", "percent", "readiness_line", "size"]
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number of things, such as "1 sample" or "3,839 samples"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def size(nbytes: float) -> str:
@@ -34,9 +40,10 @@ def percent(part: float, whole: float) -> int:
 
 def describe_dataset(status: DatasetStatus) -> str:
     """Return one served dataset in a few words: format, samples, size, pages."""
-    noun = "token" if status.stream else "sample"
-    count = f"1 {noun}" if status.num_samples == 1 else f"{status.num_samples:,} {noun}s"
-    return f"{status.format}, {count}, {size(status.segment_nbytes)}, {_pages(status)}"
+    samples = count(status.num_samples, "token" if status.stream else "sample")
+    described = f"{status.format}, {samples}, {size(status.segment_nbytes)}"
+    # There is no huge page in less, and no fault in that.
+    return described if status.segment_nbytes < DATA_ALIGNMENT else f"{described}, {_pages(status)}"
 
 
 def _pages(status: DatasetStatus) -> str:
@@ -50,4 +57,4 @@ def _pages(status: DatasetStatus) -> str:
 def readiness_line(report: StatusReport) -> str:
     """Return the one line on stdout that says that everything is served."""
     datasets = ", ".join(f"{status.name} ({describe_dataset(status)})" for status in report.datasets)
-    return f"ready: {datasets} on ipc://{report.endpoint} (pid {report.pid})"
+    return printable(f"ready: {datasets} on ipc://{report.endpoint} (pid {report.pid})")

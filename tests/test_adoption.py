@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shmserve import orphans
 from shmserve_client.connection import Connection
 from shmserve_client.layout import HEADER
+from shmserve_client.locks import take_owner_lock
 from shmserve_client.protocol import Attach, Attached, DatasetStatus
-from shmserve_client.segment import Segment
+from shmserve_client.segment import Segment, read_prefix
 from tests.corpora import RAGGED, write_tokens
 from tests.processes import Child, Daemon, run_cli, wait_until
 
@@ -85,6 +87,7 @@ def test_a_restart_under_attached_clients_keeps_the_segment(serve: Serve, corpus
     assert first.wait(timeout_s=2.0) == 0
     assert [str(one) for one in first.segments()] == [path]
     assert not first.socket.exists()
+    assert f"corpus: {path} stays for its 1 reader: the next start adopts it, `shmserve gc` removes it" in first.stderr
     second = serve("--data", corpus)
     assert only(second).adopted
     assert only(second).path == path
@@ -153,11 +156,27 @@ def test_what_does_not_fit_but_is_read_stays_until_it_is_not(serve: Serve, corpu
     assert f"{old} is kept" in again.stderr
     assert Segment.attach(old, segment.header.nonce) is segment  # new workers of the old job find it
     gc = run_cli("gc", "--shm-dir", shm_dir)
-    assert gc.stdout == f"kept {old} (2.0 MiB): attached by {os.getpid()}\n"
+    assert gc.stdout == f"kept {old} (8.0 KiB): attached by {os.getpid()}\n"
     del segment
     gc = run_cli("gc", "--shm-dir", shm_dir)
-    assert gc.stdout == f"removed {old} (2.0 MiB)\n"
+    assert gc.stdout == f"removed {old} (8.0 KiB)\n"
     assert [str(path) for path in again.segments()] == [only(again).path]
+
+
+def test_a_look_at_an_orphan_does_not_keep_it_from_being_adopted(
+    serve: Serve, corpus: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = serve("--data", corpus)
+    path = only(killed).path
+    killed.kill()
+    fd = os.open(path, os.O_RDONLY)  # as `gc --dry-run` does, for a moment
+    assert take_owner_lock(fd)
+    _, description = read_prefix(fd)
+    monkeypatch.setattr(orphans.time, "sleep", lambda _: os.close(fd))
+    segment = orphans.adopt(description.name, description.source.fingerprint, str(shm_dir))
+    assert segment is not None
+    segment.unlink()
+    segment.close()
 
 
 def test_two_starts_at_once_share_one_orphan_without_a_quarrel(serve: Serve, corpus: Path, runtime_dir: Path) -> None:

@@ -65,7 +65,13 @@ def test_wrong_usage_exits_with_2(args: list[str]) -> None:
     done = run_cli(*args)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "Usage: " in done.stderr
+    assert re.fullmatch(r"error: .*: see `shmserve.* --help`\n", done.stderr)
+
+
+def test_a_path_without_its_option_is_told_where_it_belongs() -> None:
+    done = run_cli("start", "my corpus.bin")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unexpected argument 'my corpus.bin': did you mean --data 'my corpus.bin'?\n"
 
 
 # Bad input
@@ -109,6 +115,11 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[object]], list[str]]] = {
         lambda folder: [RAGGED, "--data", with_content(folder / "odd.bin", b"\0\1\2")],
         ["odd.bin", "3 bytes"],
     ),
+    "a name that is no line": (
+        lambda folder: [folder / "a\nb\x1bc\udcff.bin"],
+        [r"a\nb\x1bc\udcff.bin", "no such file"],
+    ),
+    "a window beyond 62 bits": (lambda folder: [RAGGED, "--block-size", 2**70], ["block-size", "less than 2^62"]),
     "an unknown group": (lambda folder: [RAGGED, "--group", "no-such-group"], ["no group 'no-such-group'"]),
     "a shm directory that is none": (lambda folder: [RAGGED, "--shm-dir", folder / "nope"], ["nope", "--shm-dir"]),
     "tcp": (lambda folder: [RAGGED, "--endpoint", "tcp://127.0.0.1:5555"], ["tcp://", "not supported"]),
@@ -149,10 +160,10 @@ def test_without_data_there_is_nothing_to_serve(runtime_dir: Path) -> None:
 def test_start_prints_one_line_and_says_what_was_assumed(serve: Serve, tmp_path: Path) -> None:
     daemon = serve("--data", write_tokens(tmp_path / "tokens.bin"))
     assert re.fullmatch(
-        rf"ready: tokens \(raw, 1,000 tokens, [\d.]+ MiB, .* pages\) on {daemon.endpoint} \(pid {daemon.pid}\)\n",
-        daemon.stdout,
+        rf"ready: tokens \(raw, 1,000 tokens, 8.0 KiB\) on {daemon.endpoint} \(pid {daemon.pid}\)\n", daemon.stdout
     )
-    assert re.search(r"^tokens: loaded [\d.]+ MiB in \d+ ms", daemon.stderr, re.MULTILINE)
+    assert re.search(r"^tokens: loading 8.0 KiB$", daemon.stderr, re.MULTILINE)
+    assert re.search(r"^tokens: loaded 8.0 KiB in \d+ ms", daemon.stderr, re.MULTILINE)
     assert re.search(r"^tokens: note: .*uint16", daemon.stderr, re.MULTILINE)
 
 
@@ -166,13 +177,14 @@ def test_paths_that_follow_data_are_shards(serve: Serve, tmp_path: Path) -> None
 
 
 def test_the_environment_sets_what_the_arguments_do_not(serve: Serve, tmp_path: Path) -> None:
-    first, second = write_tokens(tmp_path / "a.bin"), write_tokens(tmp_path / "b.bin")
-    env = {"SHMSERVE_DATA": f"{first} val={second}", "SHMSERVE_BLOCK_SIZE": "8", "SHMSERVE_DTYPE": "uint8"}
-    daemon = serve("--dtype", "uint16", env=env)
-    assert [(dataset.name, dataset.num_samples, dataset.block_size) for dataset in daemon.status().datasets] == [
-        ("a", 1000, 8),
-        ("val", 1000, 8),
-    ]
+    path = write_tokens(tmp_path / "a b.bin")
+    env = {"SHMSERVE_DATA": f"val={path}", "SHMSERVE_BLOCK_SIZE": "8", "SHMSERVE_DTYPE": "uint8"}
+    (dataset,) = serve("--dtype", "uint16", env=env).status().datasets
+    assert (dataset.name, dataset.data, dataset.num_samples, dataset.block_size) == ("val", [str(path)], 1000, 8)
+
+
+def test_help_names_the_variables() -> None:
+    assert "SHMSERVE_BLOCK_SIZE" in run_cli("start", "--help").stdout
 
 
 def test_a_config_file_and_arguments_together(serve: Serve, tmp_path: Path) -> None:
@@ -211,7 +223,9 @@ def test_on_a_terminal_there_is_a_bar(runtime_dir: Path, shm_dir: Path, tmp_path
         assert daemon.stdout.readline().startswith(b"ready: tokens ")
         shown = os.read(controller, 1 << 20).decode()
         assert "tokens" in shown
-        assert "MiB" in shown or "MB" in shown
+        assert "iB" in shown
+        assert "MB" not in shown  # one kind of unit
+        assert not re.search(r"\?(?!25)", shown)  # beside those that hide and show the cursor
     finally:
         daemon.send_signal(signal.SIGTERM)
         daemon.communicate(timeout=10)
@@ -235,14 +249,40 @@ def test_detach_returns_when_everything_is_served(detached: Path, shm_dir: Path)
     done = run_cli("start", "--data", RAGGED, "--shm-dir", shm_dir, "--detach")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ready: ragged_uint16 (megatron, 6 samples, ")
-    assert done.stderr == ""
+    assert re.match(r"ragged_uint16: loaded 8.0 KiB in \d+ ms", done.stderr)
     report = json.loads(run_cli("status", "--json").stdout)
     assert os.getsid(report["pid"]) == report["pid"]  # a session of its own: no terminal ends it
     assert "ragged_uint16: loaded" in Path(log_path(str(detached))).read_text()
     again = run_cli("start", "--data", RAGGED, "--shm-dir", shm_dir, "--detach")
     assert again.returncode == 3
     assert again.stderr == f"error: already running (pid {report['pid']}) at {detached}\n"
-    assert run_cli("status").returncode == 0
+    status = run_cli("status")
+    assert status.returncode == 0
+    assert f"log {log_path(str(detached))}\n" in status.stdout
+
+
+def test_detach_says_what_was_assumed(detached: Path, shm_dir: Path, tmp_path: Path) -> None:
+    done = run_cli("start", "--data", write_tokens(tmp_path / "tokens.bin"), "--shm-dir", shm_dir, "--detach")
+    assert re.search(r"^tokens: note: .*uint16", done.stderr, re.MULTILINE)
+
+
+def test_the_log_goes_with_a_daemon_that_lingers_out(runtime_dir: Path, shm_dir: Path) -> None:
+    done = run_cli("start", "--data", RAGGED, "--shm-dir", shm_dir, "--detach", "--linger", 0.1)
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: list((runtime_dir / "shmserve").iterdir()) == [], what="the end")
+
+
+def test_gc_removes_the_logs_of_those_that_ended(detached: Path, shm_dir: Path, runtime_dir: Path) -> None:
+    assert run_cli("start", "--data", RAGGED, "--shm-dir", shm_dir, "--detach").returncode == 0
+    log = Path(log_path(str(detached)))
+    old = detached.with_name("old.sock.log")
+    old.write_text("an error\n")
+    assert run_cli("gc", "--shm-dir", shm_dir, "--dry-run").stdout == f"would remove {old}\n"
+    assert json.loads(run_cli("gc", "--shm-dir", shm_dir, "--json").stdout)["logs"] == [str(old)]
+    assert log.exists()
+    assert not old.exists()
+    assert run_cli("stop").returncode == 0
+    assert run_cli("gc", "--shm-dir", shm_dir).stdout == f"removed {log}\n"
 
 
 def test_detach_tells_why_a_start_failed(detached: Path, shm_dir: Path, tmp_path: Path) -> None:
@@ -283,6 +323,7 @@ def test_status_for_people(serve: Serve, tmp_path: Path) -> None:
         assert text in done.stdout
     assert "source changed" not in done.stdout
     write_tokens(tokens, 2000)
+    wait_until(lambda: daemon.status().datasets[1].source_changed, what="the daemon to notice")
     assert "source changed since it was loaded" in run_cli("status", "tokens").stdout
 
 
@@ -358,7 +399,7 @@ def test_lookup_uses_the_default_window_unless_told_otherwise(serve: Serve, tmp_
     assert (size, second - origin) == (20, 20)
     stored = run_cli("lookup", "tokens", 0, "--block-size", 0)
     assert stored.returncode == 1
-    assert "give block_size=" in stored.stderr
+    assert "give a block_size (--block-size)" in stored.stderr
 
 
 def test_lookup_beyond_the_end(serve: Serve) -> None:
@@ -379,6 +420,34 @@ def test_stop_waits_for_the_end(serve: Serve) -> None:
     again = run_cli("stop")
     assert again.returncode == 1
     assert again.stderr.startswith("error: no daemon at ")
+
+
+def test_the_daemons_of_from_path_are_seen_but_not_stopped(serve: Serve, runtime_dir: Path) -> None:
+    embedded = serve("--data", f"own={RAGGED}", endpoint=f"ipc://{runtime_dir}/shmserve/e-0123456789abcdef.0.sock")
+    assert run_cli("ls").stdout == "own\n"
+    assert json.loads(run_cli("status", "--json").stdout)["pid"] == embedded.pid
+    stopped = run_cli("stop")
+    assert stopped.returncode == 1
+    assert re.fullmatch(rf"error: no daemon but .*{re.escape(embedded.endpoint)}.*--endpoint\n", stopped.stderr)
+    default = serve("--data", f"docs={RAGGED}")
+    assert run_cli("ls").stdout == "docs\nown\n"
+    assert run_cli("ls", "--endpoint", default.endpoint).stdout == "docs\n"
+    report = json.loads(run_cli("status", "--json").stdout)
+    assert [report["pid"], *(other["pid"] for other in report["others"])] == [default.pid, embedded.pid]
+    assert f"daemon {embedded.endpoint}\n" in run_cli("status", "own").stdout
+    unknown = run_cli("status", "nope")
+    assert (unknown.returncode, unknown.stderr) == (1, "error: no dataset 'nope' here, the daemon serves docs\n")
+    embedded.send_signal(signal.SIGSTOP)
+    try:
+        hung = run_cli("status", "--wait", 0.1)
+        assert hung.returncode == 1
+        assert "docs: ready" in hung.stdout
+        assert str(embedded.socket) in hung.stderr
+    finally:
+        embedded.send_signal(signal.SIGCONT)
+    assert run_cli("stop").returncode == 0
+    assert default.wait(timeout_s=2.0) == 0
+    assert run_cli("status").returncode == 0
 
 
 def test_stop_of_a_daemon_that_loads(serve: Serve, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from shmserve.config import (
     read_config_file,
 )
 from shmserve.sources.base import SourceOptions
-from shmserve_client.endpoint import source_key
 from shmserve_client.errors import ConfigError
 
 NO_OPTIONS = SourceOptions()
@@ -87,6 +86,7 @@ def test_an_empty_name_or_path_is_refused(argument: str) -> None:
         (["/data/shard_000", "/data/shard_001"], "shard"),
         (["/data/books/a", "/data/books/b"], "books"),
         (["/data/train", "/data/train1"], "train"),
+        (["/data/a\nb\udcff"], r"a\nb\udcff"),
     ],
 )
 def test_default_names(data: list[str], name: str) -> None:
@@ -118,7 +118,10 @@ def test_names_in_any_script_are_fine() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_size": 0}, "block-size 0 must be at least 1"),
+        ({"block_size": 0}, "block-size 0 must be at least 1 and less than 2\\^62"),
+        ({"block_size": 2**62}, "block-size 4611686018427387904 must be"),
+        ({"block_size": 1, "stride": 2**70}, "stride 1180591620717411303424 must be"),
+        ({"options": SourceOptions(vocab_size=2**64)}, "vocab-size 18446744073709551616 must be"),
         ({"block_size": 8, "stride": -1}, "stride -1 must be at least 1"),
         ({"options": SourceOptions(vocab_size=0)}, "vocab-size 0 must be at least 1"),
         ({"stride": 8}, "stride 8 without a block-size"),
@@ -127,11 +130,6 @@ def test_names_in_any_script_are_fine() -> None:
 def test_numbers_that_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DatasetConfig("a", ("/a",), **settings)  # type: ignore[arg-type]
-
-
-def test_the_key_is_the_one_that_an_embedded_client_computes() -> None:
-    dataset = DatasetConfig("a", ("/a.bin", "/b.bin"), SourceOptions("uint16", 100))
-    assert dataset.key == source_key(["/a.bin", "/b.bin"], "uint16", 100)
 
 
 def test_a_daemon_without_data_is_refused() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from shmserve_client import connection
 from shmserve_client.connection import Connection, attach_when_ready
 from shmserve_client.errors import (
+    ConfigError,
     DaemonUnreachableError,
     DatasetNotFoundError,
     DatasetNotReadyError,
@@ -30,7 +34,6 @@ from shmserve_client.protocol import (
     Hello,
     List,
     Lookup,
-    Offsets,
     Request,
     Welcome,
     encode,
@@ -145,11 +148,11 @@ def test_nonsense_is_a_protocol_error_and_the_next_request_works(path: Path, fra
 
 
 def test_a_reply_over_the_limit_is_not_taken(path: Path) -> None:
-    huge = encode(Offsets(b"", b"x" * (17 << 20)), 1)
+    huge = bytes(17 << 20)
     with (
         FakeDaemon(path, lambda request_id, request: [huge]),
         Connection(path, timeout_s=10) as client,
-        pytest.raises(DaemonUnreachableError, match="is not a shmserve daemon"),
+        pytest.raises(DaemonUnreachableError, match=r"not a shmserve daemon, or its answer has more than 16777216"),
     ):
         client.request(Lookup("x", b""))
 
@@ -241,7 +244,30 @@ def test_a_daemon_that_goes_for_good_is_an_error_soon(path: Path, monkeypatch: p
             asking.start()
             assert taken.wait(10)
         asking.join(10)
-        assert len(failures) == 1
+        (failure,) = failures
+        assert re.search(r"ended during the request and did not come back within 0\.2 s", str(failure))
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "x", None, 10**400])
+def test_what_is_no_timeout_is_refused(path: Path, timeout: Any) -> None:
+    with pytest.raises(ConfigError, match=r"timeout .*: give a number of seconds from 0 up"):
+        Connection(path, timeout)
+
+
+def test_a_timeout_may_be_infinite(path: Path) -> None:
+    for timeout_s in (float("inf"), 1e300, np.float32(10)):
+        with FakeDaemon(path, welcome), Connection(path, timeout_s) as client:
+            assert client.request(Hello("0.1.0")) == WELCOME
+
+
+def test_a_request_over_the_limit_is_not_sent(path: Path) -> None:
+    with FakeDaemon(path, welcome) as daemon, Connection(path, timeout_s=30) as client:
+        started_s = time.monotonic()
+        with pytest.raises(ProtocolError, match=r"request of 6000.. bytes: 528384 are the limit"):
+            client.request(Attach("x" * 600_000))
+        assert time.monotonic() - started_s < 5
+        assert client.request(Hello("0.1.0")) == WELCOME
+        assert daemon.requests == [Hello("0.1.0")]
 
 
 def test_a_stopped_daemon_answers_after_it_continues(serve: Serve, tmp_path: Path) -> None:
@@ -337,3 +363,10 @@ def test_another_reply_than_asked_for_is_a_protocol_error(path: Path) -> None:
     answer: Answer = welcome
     with FakeDaemon(path, answer), pytest.raises(ProtocolError, match="Welcome"):
         attach_when_ready(str(path), Attach("corpus"), timeout_s=10, patience_s=10)
+
+
+def test_another_dataset_than_asked_for_is_a_protocol_error(path: Path) -> None:
+    with FakeDaemon(path, answering(lambda request: WHERE)):
+        assert attach_when_ready(str(path), Attach(), timeout_s=10, patience_s=10) == WHERE
+        with pytest.raises(ProtocolError, match="answered with dataset 'corpus' when asked for 'other'"):
+            attach_when_ready(str(path), Attach("other"), timeout_s=10, patience_s=10)

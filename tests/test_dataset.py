@@ -87,6 +87,11 @@ def test_a_dataset_is_like_a_list(served: Served) -> None:
     for wrong in (1.0, "1", None, [0]):
         with pytest.raises(SampleTypeError):
             ds[wrong]
+    for remote in (ds, served.open(lookup="daemon")):
+        for wrong in (5, torch.tensor(3), None, np.array([True, False]), [[0, 1], [2]], [0.5]):
+            with pytest.raises(SampleTypeError):
+                remote.__getitems__(wrong)
+        assert as_lists(remote.__getitems__([torch.tensor(3), True])) == [[9, 10], []]
     assert repr(ds) == "ShmDataset('corpus', 4 samples)"
 
 
@@ -143,9 +148,11 @@ def test_windows_are_over_all_items(served: Served) -> None:
     with pytest.raises(IndexError, match="0 windows, since the data has 6 items and block_size is 7"):
         short[0]
     assert (ds.info.num_samples, ds.info.stored_samples, ds.info.block_size, ds.info.stride) == (2, 4, 4, 2)
-    for wrong in (0, -1, 2.0, "2", "true"):
-        with pytest.raises(BlockSizeError, match="is not a positive number of items"):
+    for wrong in (0, -1, 2.0, "2", "true", 1 << 62, 2**70):
+        with pytest.raises(BlockSizeError, match=r"is not a positive number of items below 2\^62"):
             served.open(block_size=wrong)
+        with pytest.raises(BlockSizeError, match="is not a positive number of items"):
+            served.open(block_size=2, stride=wrong)
     with pytest.raises(BlockSizeError, match="stride 2 without block_size"):
         served.open(block_size=None, stride=2)
 
@@ -160,7 +167,7 @@ def test_the_daemons_block_size_is_a_default(served: Served) -> None:
 
 def test_a_stream_needs_a_block_size(served: Served) -> None:
     served.columns({"tokens": np.arange(10, dtype=np.uint16)}, stream=True)
-    with pytest.raises(BlockSizeError, match=r"'corpus' is a stream of 10 items .* give block_size="):
+    with pytest.raises(BlockSizeError, match=r"'corpus' is a stream of 10 items .* give a block_size"):
         served.open()
     assert as_lists(served.open(block_size=4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -197,6 +204,7 @@ def test_info_says_what_it_is(served: Served) -> None:
     assert (info.dtypes, info.arrays, info.block_size, info.stride) == ({"tokens": "int32"}, ("documents",), None, None)
     assert (info.data, info.notes, info.generation) == (("/data/corpus",), ("made for a test",), 1)
     assert os.stat(info.path).st_size == info.nbytes
+    assert info.endpoint == served.daemon.path
 
 
 @pytest.mark.parametrize("lookup", ["shared", "daemon"])
@@ -329,6 +337,19 @@ class Named(ShmDataset):
     label = ""
 
 
+@pytest.mark.parametrize("lookup", ["shared", "daemon"])
+def test_what_a_subclass_makes_of_a_sample_reaches_a_batch(served: Served, lookup: str) -> None:
+    served.columns({"tokens": RAGGED})
+    ds = Summed(endpoint=served.daemon.path, lookup=lookup)
+    assert [ds[0], *ds.__getitems__([3, -2]), *ds[1:3], *ds] == [18, 19, 8, 0, 8, 18, 0, 8, 19]
+
+
+class Summed(ShmDataset):
+    def __getitem__(self, index: Any) -> Any:
+        sample = super().__getitem__(index)
+        return sample if isinstance(sample, list) else int(sample.sum())
+
+
 def test_all_datasets_of_a_process_share_one_mapping(served: Served) -> None:
     served.columns({"tokens": RAGGED})
     first, second = served.open(), served.open(block_size=2)
@@ -400,7 +421,10 @@ def test_another_shm_directory_is_an_error(served: Served, tmp_path: Path) -> No
     ("options", "message"),
     [
         ({"lookup": "remote"}, "lookup 'remote'"),
-        ({"dtype": "int64"}, "dtype 'int64': give None"),
+        ({"dtype": "int64"}, "dtype 'int64': give None.* what files without a header hold is stored_dtype="),
+        ({"dtype": torch.bits8}, "dtype torch.bits8: torch does not convert int32 to it"),
+        ({"timeout": float("nan")}, "timeout nan: give a number of seconds"),
+        ({"timeout": "x"}, "timeout 'x': give a number of seconds"),
         ({"dtype": np.int64}, "dtype"),
     ],
 )

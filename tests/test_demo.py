@@ -14,12 +14,13 @@ import numpy as np
 import psutil
 import pytest
 
-from shmserve.demo import run_demo
+from shmserve.demo import run_demo, runs
 from shmserve.demo.corpus import write_corpus
-from shmserve.demo.memory import file_nbytes, measure
+from shmserve.demo.memory import measure
 from shmserve.sources import resolve
 from shmserve.sources.base import SourceOptions
-from shmserve_client.errors import ConfigError
+from shmserve_client.errors import ConfigError, ShmserveError
+from tests.conftest import SHM, unused
 from tests.processes import Child, run_cli, wait_until
 
 
@@ -56,10 +57,9 @@ def test_a_process_is_measured_without_the_segment_but_with_what_it_wrote_there(
             view[page * mmap.PAGESIZE] = 1
         after = measure(os.getpid(), str(segment))
         own = psutil.Process().memory_full_info().uss  # which counts the segment, since nobody else maps it
-    segment_in_ram = file_nbytes(str(segment))
     segment.unlink()
 
-    assert before.segment == segment_in_ram == 8 << 20
+    assert before.segment == 8 << 20
     assert after.segment == before.segment - 1024 * mmap.PAGESIZE
     assert after.private - before.private == pytest.approx(1024 * mmap.PAGESIZE, rel=0.25)
     assert after.private + after.segment == pytest.approx(own, rel=0.05)
@@ -93,15 +93,52 @@ def test_sharing_takes_a_fraction_of_the_memory_for_the_same_training(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_workers_it_speaks_of_none(runtime_dir: Path) -> None:
+    demo = run_cli("demo", "--ranks", 1, "--workers", 0, "--steps", 1)
+
+    assert demo.returncode == 0, demo
+    assert "training on it: 1 rank, 1 step ..." in demo.stdout
+    assert not re.search(r"\bworker|\bforkserver", demo.stdout), demo.stdout
+
+
+def test_a_rank_may_complain_at_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONVERBOSE", "1")  # far more on stderr than a pipe holds
+    tokens_file = write_corpus(tmp_path / "stdlib", 1 << 20).tokens_file
+
+    assert runs.train("copied", str(tokens_file), ranks=1, workers=0, steps=1).first_loss > 5
+
+
+def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ShmserveError, match="a rank of the demo failed: FileNotFoundError"):
+        runs.train("copied", str(tmp_path / "missing.bin"), ranks=2, workers=0, steps=1)
+
+
+def test_a_rank_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_PATIENCE_S", 0.0)  # not even the interpreter's end is that fast
+    tokens_file = write_corpus(tmp_path / "stdlib", 1 << 20).tokens_file
+
+    assert runs.train("copied", str(tokens_file), ranks=1, workers=0, steps=1).first_loss > 5
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing(signum: signal.Signals, tmp_path: Path, runtime_dir: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
+    semaphores = _semaphores()
     argv = [sys.executable, "-m", "shmserve", "demo", "--ranks", 2, "--workers", 1]
     with Child(argv, folder=tmp_path, env={"TMPDIR": str(temporary)}) as demo:
-        wait_until(lambda: "training on it" in demo.stdout, 60, "the training")
+        program = psutil.Process(demo.pid)
+        # The daemon, and for each rank itself, multiprocessing's two helpers, and a worker, which has its semaphores.
+        wait_until(lambda: len(program.children(recursive=True)) >= 1 + 2 * 4, 60, "the training")
+        assert _semaphores() - semaphores
         demo.send_signal(signum)
         assert demo.wait(30) != 0
 
     assert list(temporary.iterdir()) == []
     assert "Traceback" not in demo.stderr, demo.describe()
+    assert unused(_semaphores() - semaphores) == set()
+
+
+def _semaphores() -> set[object]:
+    """The names in /dev/shm that multiprocessing gives its semaphores, of whichever program."""
+    return {path.name for path in SHM.glob("sem.mp-*")}

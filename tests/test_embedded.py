@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from shmserve_client import ConfigError, DaemonStartError, ShmDataset
+from shmserve_client import (
+    ConfigError,
+    DaemonStartError,
+    ShmDataset,
+    ShmserveError,
+    SourceFormatError,
+    SourceNotFoundError,
+)
 from shmserve_client import embedded as embedded_module
 from shmserve_client.connection import Connection
-from shmserve_client.endpoint import source_key
 from shmserve_client.protocol import Status, StatusReport
+from tests.corpora import RAGGED
 from tests.processes import Child, Daemon, wait_until
 
 Serve = Callable[..., Daemon]
@@ -130,16 +140,71 @@ def test_many_processes_share_one_daemon_and_one_load(embedded: Embedded, corpus
             child.close()
 
 
-def test_the_nodes_daemon_is_used_where_it_serves_the_source(serve: Serve, embedded: Embedded, corpus: Path) -> None:
-    daemon = serve("--data", f"mine={corpus}")
-    with ShmDataset.from_path(corpus) as dataset:
-        assert (dataset.name, dataset[0].tolist()) == ("mine", [0, 1])
-        assert daemon.status().datasets[0].attached_pids == [os.getpid()]
-        assert embedded.sockets() == []
+def test_the_nodes_daemon_is_used_where_it_serves_the_files(
+    serve: Serve, embedded: Embedded, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = serve("--data", f"mine={corpus}", "--vocab-size", 50)
+    (tmp_path / "link").symlink_to(corpus)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for data, options in [
+        (corpus, {}),
+        ("corpus.npy", {"vocab_size": 50}),
+        (tmp_path, {}),
+        ("*.npy", {}),
+        ("link", {}),
+        ("~/corpus.npy", {}),
+    ]:
+        with ShmDataset.from_path(data, **options) as dataset:
+            assert (dataset.name, dataset[0].tolist()) == ("mine", [0, 1])
+            assert daemon.status().datasets[0].attached_pids == [os.getpid()]
+    assert embedded.sockets() == []
     with ShmDataset.from_path(corpus, vocab_size=100, linger=LINGER_S) as other:
-        assert other.name == "corpus", "the options are part of the question"
+        assert other.name == "corpus", "who asks for a check gets that check"
         assert len(embedded.sockets()) == 1
     daemon.stop()
+
+
+def test_a_pair_is_one_source_however_it_is_named(embedded: Embedded, tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(RAGGED.with_suffix(suffix), tmp_path / f"pair{suffix}")
+    with ShmDataset.from_path(tmp_path / "pair", linger=LINGER_S) as first:
+        for name in ("pair.bin", "pair.idx", ""):
+            with ShmDataset.from_path(tmp_path / name, linger=LINGER_S) as again:
+                assert again.info.path == first.info.path
+        assert len(embedded.sockets()) == 1
+
+
+def test_daemons_that_hang_cost_all_processes_one_wait(
+    serve: Serve, embedded: Embedded, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = serve("--data", f"other={RAGGED}")
+    with ShmDataset.from_path(corpus, linger=LINGER_S):
+        slot = embedded.status()
+        for pid in (node.pid, slot.pid):
+            os.kill(pid, signal.SIGSTOP)
+        program = """
+            import sys, time
+            from shmserve_client import ShmDataset
+            started_s = time.monotonic()
+            dataset = ShmDataset.from_path(sys.argv[1], linger=3.0, timeout=2.0)
+            assert dataset[5].tolist() == [10, 11]
+            print(time.monotonic() - started_s, dataset.info.path, flush=True)
+            sys.stdin.read()
+        """
+        children = [Child.python(program, corpus, folder=tmp_path, env=embedded.env) for _ in range(4)]
+        try:
+            assert [child.wait(60) for child in children] == [0] * 4
+        finally:
+            for child in children:
+                child.close()
+            for pid in (node.pid, slot.pid):
+                os.kill(pid, signal.SIGCONT)
+        answers = [child.stdout.split() for child in children]
+        assert len({path for _, path in answers}) == 1, "one new daemon for all"
+        node.stop()
+        # Two waits of 2 s, side by side; one after the other would be 8 s more for the last.
+        assert max(float(took_s) for took_s, _ in answers) < 10
 
 
 def test_changed_files_are_loaded_anew(embedded: Embedded, corpus: Path) -> None:
@@ -162,26 +227,34 @@ def test_several_paths_are_the_shards_of_one_dataset(embedded: Embedded, tmp_pat
         assert dataset[0].tolist() == [0, 0, 0, 1, 1, 1]
         assert dataset.info.data == tuple(map(str, paths))
         assert dataset.info.dtypes == {"tokens": "uint32"}
-    assert embedded.sockets()[0].name.startswith(f"e-{source_key([str(path) for path in paths], 'uint32', 2)[:16]}.0")
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "told"),
+    ("content", "options", "error", "told"),
     [
-        (None, {}, r"corpus\.bin"),
-        (b"", {}, r"corpus\.bin"),
-        (b"\1\0\2\0\xff\xff", {"vocab_size": 100}, "65535"),
+        (None, {}, SourceNotFoundError, r"corpus\.bin: no such file"),
+        (b"PK\3\4 and so on", {}, SourceFormatError, r"corpus\.bin"),
+        (b"\1\0", {"stored_dtype": "uint61"}, ConfigError, "dtype 'uint61' is not known"),
+        (b"\1\0", {"vocab_size": 0}, ConfigError, "vocab_size 0 must be at least 1"),
+        (b"", {}, DaemonStartError, r"corpus\.bin"),
+        (b"\1\0\2\0\xff\xff", {"vocab_size": 100}, DaemonStartError, "65535"),
     ],
 )
-def test_what_cannot_be_loaded_is_the_daemons_own_error(
-    embedded: Embedded, tmp_path: Path, content: bytes | None, options: dict[str, int], told: str
+def test_what_cannot_be_loaded_says_why(
+    embedded: Embedded,
+    tmp_path: Path,
+    content: bytes | None,
+    options: dict[str, Any],
+    error: type[ShmserveError],
+    told: str,
 ) -> None:
     path = tmp_path / "corpus.bin"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DaemonStartError, match=told) as caught:
+    with pytest.raises(error, match=told) as caught:
         ShmDataset.from_path(path, block_size=2, linger=LINGER_S, **options)
     message = str(caught.value)
+    assert type(caught.value) is error
     assert "\n" not in message
     assert not message.startswith("error:")
     assert embedded.sockets() == []
@@ -257,3 +330,24 @@ def test_a_module_in_the_current_directory_does_no_harm(embedded: Embedded, corp
         [sys.executable, program, corpus], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
+
+
+def test_a_guess_about_the_files_is_a_warning(embedded: Embedded, tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint32).tofile(tmp_path / "corpus.bin")
+    options = {"block_size": 10, "linger": LINGER_S}
+    with pytest.warns(UserWarning, match=r"dataset 'corpus': .*stored_dtype=") as caught:
+        ShmDataset.from_path(tmp_path / "corpus.bin", **options)
+    assert any("did you mean" in str(warning.message) for warning in caught)
+    assert all(warning.filename == __file__ for warning in caught)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ShmDataset.from_path(tmp_path / "corpus.bin", stored_dtype="uint32", **options)
+
+
+@pytest.mark.parametrize("options", [{"timeout": "x"}, {"linger": float("nan")}])
+def test_what_is_no_time_is_refused_before_anything_starts(
+    embedded: Embedded, corpus: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="give a number of seconds"):
+        ShmDataset.from_path(corpus, **options)
+    assert embedded.sockets() == []

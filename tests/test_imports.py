@@ -79,7 +79,7 @@ def test_the_names_are_those_promised() -> None:
         "__version__",
     ]
     assert all(hasattr(shmserve_client, name) for name in shmserve_client.__all__)
-    assert set(errors.__all__) - {"ERROR_CLASSES"} < set(shmserve_client.__all__)
+    assert set(errors.__all__) - {"ERROR_CLASSES", "printable"} < set(shmserve_client.__all__)
 
 
 @pytest.mark.parametrize("module", [shmserve, shmserve_client])

@@ -28,7 +28,11 @@ def fd(shm_dir: Path) -> Iterator[int]:
     os.close(number)
 
 
-@pytest.mark.parametrize("map_it", [map_private, map_shared, map_locked])
+def map_all_locked(fd, nbytes):
+    return map_locked(fd, nbytes, ranges=[(0, nbytes)])
+
+
+@pytest.mark.parametrize("map_it", [map_private, map_shared, map_all_locked])
 def test_it_shows_the_file_at_an_aligned_address(fd, map_it):
     mapping = map_it(fd, NBYTES)
     assert mapping.address % HUGE_PAGE_NBYTES == 0
@@ -121,7 +125,7 @@ def test_an_empty_range_cannot_be_collapsed(shm_dir):
 
 
 def test_locked_pages_are_locked_and_not_copied(fd):
-    mapping = map_locked(fd, NBYTES)
+    mapping = map_all_locked(fd, NBYTES)
     assert not mapping.writable
     figures = smaps(mapping.address)
     assert figures["Locked"] >= 2 * 4096

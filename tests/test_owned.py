@@ -11,11 +11,10 @@ import pytest
 
 from shmserve_client.errors import SegmentFormatError, SegmentNotFoundError
 from shmserve_client.locks import attached_processes
-from shmserve_client.mapping import map_private
+from shmserve_client.owned import adopt_segment
 from shmserve_client.segment import Segment
-from shmserve_client.writer import adopt_segment
 from tests.processes import Child, run_python, wait_until
-from tests.segments import CHILD_ENV, published, write_tokens
+from tests.segments import CHILD_ENV, allocated_nbytes, published, write_tokens
 
 TOKENS = np.arange(1000, dtype=np.int32)
 
@@ -76,12 +75,12 @@ def test_an_unclosed_one_warns_and_gives_up_the_lock(shm_dir):
 
 
 def test_a_mapping_of_the_owners_own_does_not_hold_the_lock_after_close(owned):
-    mapping = map_private(owned.fd, owned.header.total_nbytes)
+    view = owned.array(owned.description.columns[0].values)
     assert attached_processes(owned.fd) == []
     owned.close()
     adopted = adopt_segment(owned.path)
     assert adopted is not None
-    assert mapping.bytes[0] == ord("S")
+    np.testing.assert_array_equal(view, TOKENS)
     adopted.unlink()
     adopted.close()
     owned._unlinked = True
@@ -127,6 +126,13 @@ def test_an_adopted_segment_can_be_shared_with_a_group(shm_dir):
         assert stat.S_IMODE(os.stat(adopted.path).st_mode) == 0o440
 
 
+def test_an_earlier_groups_access_ends_with_an_adoption_without_it(shm_dir):
+    owned = write_tokens(shm_dir, TOKENS, gid=os.getegid())
+    owned.close()
+    with published(adopt_segment(owned.path)) as adopted:
+        assert stat.S_IMODE(os.stat(adopted.path).st_mode) == 0o400
+
+
 def test_what_is_no_segment_is_not_adopted(shm_dir, owned):
     path = shm_dir / "shmserve-0-random-00000000"
     path.write_bytes(os.urandom(5000))
@@ -157,9 +163,10 @@ def test_locked_pages_stay_in_memory_until_close(owned):
 
     if 0 <= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < owned.header.total_nbytes and os.geteuid() != 0:
         pytest.skip("this user may not lock so much")
-    before = locked_kib()
+    before, allocated = locked_kib(), allocated_nbytes(owned.fd)
     owned.lock_pages()
-    assert locked_kib() - before >= owned.header.total_nbytes >> 10
+    assert locked_kib() - before == allocated >> 10, "all that takes memory, and only that"
+    assert allocated_nbytes(owned.fd) == allocated < 1 << 20, "the hole before the data was filled"
     owned.unlink()
     owned.close()
     assert locked_kib() == before

@@ -15,7 +15,7 @@ pytest_plugins = ["pytester"]
 LEAKS = {
     "open descriptors": "import os\ndef test(): os.open('/dev/null', os.O_RDONLY)",
     "child processes": "import subprocess\ndef test(): globals()['kept'] = subprocess.Popen(['sleep', '2'])",
-    "entries in /dev/shm": "def test(): open('/dev/shm/left-by-a-test', 'w').close()",
+    "entries in /dev/shm": "def test(): open('/dev/shm/shmserve-left-by-a-test', 'w').close()",
     "files in /dev/shm": "def test(shm_dir): (shm_dir / 'left').touch()",
     "processes": """
         import os, subprocess
@@ -41,7 +41,7 @@ def test_a_leak_fails_the_test(kind: str, pytester: pytest.Pytester, monkeypatch
 
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
 
-    Path("/dev/shm/left-by-a-test").unlink(missing_ok=True)
+    Path("/dev/shm/shmserve-left-by-a-test").unlink(missing_ok=True)
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines([f"*the test left {kind}*"])
 

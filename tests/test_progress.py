@@ -47,6 +47,7 @@ def test_percent_is_100_only_for_all() -> None:
     [
         ({"num_samples": 1, "segment_nbytes": 1 << 30}, "megatron, 1 sample, 1.0 GiB, 4 KiB pages"),
         ({"stream": True, "num_samples": 1234567}, "megatron, 1,234,567 tokens, 1.0 TiB, 4 KiB pages"),
+        ({"segment_nbytes": 8192}, "megatron, 3 samples, 8.0 KiB"),
         ({"huge_nbytes": 1 << 39}, "megatron, 3 samples, 1.0 TiB, 50 % huge pages"),
         ({"huge_nbytes": (1 << 40) - (4 << 20)}, "megatron, 3 samples, 1.0 TiB, huge pages"),
     ],
@@ -79,4 +80,10 @@ def test_a_load_that_does_not_get_on_says_so(monkeypatch: pytest.MonkeyPatch) ->
     shown.start("corpus", 4 << 30)
     now_s = 6.0
     shown.advance(0, 4 << 30)
-    assert stream.getvalue().splitlines()[1] == "corpus: loaded 0 bytes of 4.0 GiB (0 %), 0 bytes/s"
+    assert stream.getvalue().splitlines()[1] == "corpus: loaded 0 bytes of 4.0 GiB (0 %)"
+
+
+def test_a_name_cannot_write_more_than_its_line() -> None:
+    stream = io.StringIO()
+    open_progress(stream).say("corpus: shards a\nb, \x1b[2J")
+    assert stream.getvalue() == "corpus: shards a\\nb, \\x1b[2J\n"

@@ -6,9 +6,12 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import shmserve
+import shmserve_client
 from shmserve_client import __version__
 
 REPOSITORY = Path(__file__).parent.parent
@@ -26,6 +29,12 @@ def test_the_licence_is_whole() -> None:
 
     assert "Apache License\n" in text
     assert "END OF TERMS AND CONDITIONS" in text
+
+
+@pytest.mark.parametrize("package", [shmserve, shmserve_client])
+def test_type_checkers_take_its_annotations(package: ModuleType) -> None:
+    assert package.__file__
+    assert Path(package.__file__).with_name("py.typed").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

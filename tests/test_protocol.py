@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
 import re
+import tracemalloc
 import typing
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +145,17 @@ def test_the_frame_that_the_refusals_below_are_made_from_is_accepted() -> None:
         ({"op": ...}, "the op None"),
         ({"op": ["lookup"]}, "the op"),
         ({"op": "offsets"}, "the op 'offsets'"),  # a reply is no request
-        ({"extra": 1}, "unknown fields: extra"),
-        ({"name": ...}, "unknown fields: name"),
+        ({"op": "x\n\x1b[2J" + "y" * 1000}, r"the op 'x\\n\\x1b\[2Jy+': this socket takes"),
+        ({"v": {}}, "protocol version a dict"),
+        ({"extra": 1}, "unknown fields: 'extra'"),
+        ({"e" * 5000: 1}, "unknown fields: 'e{128}'$"),
+        ({"name": ...}, "unknown fields: 'name'"),
         ({"name": b"a"}, "name is a bytes"),
         ({"name": None}, "name is a NoneType"),
         ({"indices": "text"}, "indices is a str"),
         ({"indices": [1, 2]}, "indices is a list"),
+        ({"indices": [1] * 17}, "exceeds max_array_len"),
+        ({"column": [[]] * 16}, "more than 16 arrays and maps"),
         ({"block_size": True}, "block_size is a bool"),
         ({"block_size": 1.0}, "block_size is a float"),
         ({"column": 3}, "column is a int"),
@@ -169,6 +177,8 @@ def test_fields_that_are_refused(changes: dict[str, Any], message: str) -> None:
         msgpack.packb([1, 2]),
         msgpack.packb(None),
         msgpack.packb({1: 2}),
+        msgpack.packb({"v": 1, "id": 1, "op": "hello", "client_version": "", b"x": 1, "y": 1}),
+        msgpack.packb({"v": 1, "id": 1, "op": "hello", "client_version": {b"x": 1}}),
         msgpack.packb({"v": msgpack.ExtType(1, b"x")}),
         msgpack.packb({"v": msgpack.Timestamp(1)}),
         encode(Hello("x"), 1) + b"\0",
@@ -193,6 +203,34 @@ def test_nothing_larger_than_the_limits_is_read() -> None:
         decode_reply(b"\0" * (MAX_REPLY_NBYTES + 1))
 
 
+def test_a_reply_costs_no_more_memory_than_its_bytes_deserve() -> None:
+    # An empty map is a byte here, and 64 in Python.
+    frame = b"\x81\xa1v\x9f" + b"\xdc\xff\xff" + b"\x80" * (MAX_REPLY_NBYTES - 7)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="message is not msgpack"):
+            decode_reply(frame)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Attached("a", "/dev/shm/x", b"n" * 16, 1 << 70, 0), Datasets(["x" * MAX_REPLY_NBYTES])],
+    ids=["a number of 71 bits", "too much"],
+)
+def test_what_does_not_fit_into_a_frame_is_refused(message: Any) -> None:
+    with pytest.raises(ProtocolError):
+        encode(message, 1)
+
+
+def test_a_name_that_is_not_unicode_arrives_escaped() -> None:
+    name = os.fsdecode(b"/data/\xff.bin")
+    _, reply = decode_reply(encode(replace(REPLIES[5], datasets=[replace(DATASET, data=[name])]), 1))
+    assert reply.datasets[0].data == ["/data/\\udcff.bin"]
+
+
 def test_random_and_damaged_frames_raise_nothing_else() -> None:
     rng = random.Random(0)
     frames = [encode(message, 1) for message in REQUESTS if not isinstance(message, Lookup)]
@@ -211,7 +249,7 @@ def test_the_map_of_codes_is_complete() -> None:
     classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, ShmserveError)]
     assert sorted(ERROR_CLASSES.values(), key=repr) == sorted(classes, key=repr)
     assert len({kind.code for kind in classes}) == len(classes)
-    assert set(errors.__all__) == {kind.__name__ for kind in classes} | {"ERROR_CLASSES"}
+    assert set(errors.__all__) == {kind.__name__ for kind in classes} | {"ERROR_CLASSES", "printable"}
 
 
 @pytest.mark.parametrize("kind", ERROR_CLASSES.values(), ids=lambda kind: kind.__name__)
@@ -221,6 +259,19 @@ def test_an_error_arrives_as_what_it_was(kind: type[ShmserveError]) -> None:
     error = error_from(reply)
     assert type(error) is kind
     assert str(error) == "what, the values, the remedy"
+
+
+@pytest.mark.parametrize("kind", ERROR_CLASSES.values(), ids=lambda kind: kind.__name__)
+def test_an_error_is_one_line_of_printable_text(kind: type[ShmserveError]) -> None:
+    error = kind("no file 'd/a\nb\x1b[2J\udcff\u2028é'")
+    assert str(error) == r"no file 'd/a\nb\x1b[2J\udcff\u2028é'"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_message_from_the_wire_is_as_short_as_it_is_printable() -> None:
+    assert len(failure_from(ShmserveError("x" * 100_000)).message) == 4000
+    assert str(error_from(Failure("failed", "a\nb" + "x" * 100_000))).startswith(r"a\nbxxx")
+    assert len(str(error_from(Failure("failed", "\n" * 100_000)))) <= 8000
 
 
 def test_a_code_of_a_newer_daemon_is_still_one_of_our_errors() -> None:

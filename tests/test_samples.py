@@ -135,7 +135,7 @@ def test_too_short_data_is_told_with_both_numbers() -> None:
 
 def test_a_stream_has_samples_only_through_a_block_size() -> None:
     stream = Memory(np.arange(10), 10, stream=True)
-    with pytest.raises(BlockSizeError, match=r"stream of 10 items .* give block_size="):
+    with pytest.raises(BlockSizeError, match=r"stream of 10 items .* give a block_size"):
         stream.open()
     assert len(stream.open(block_size=5)) == 2
     for wrong in ({"stride": 2}, {"block_size": -1}, {"block_size": 2, "stride": -2}):
@@ -177,6 +177,10 @@ def test_positions_are_indices_in_bulk() -> None:
         range(3),
         [],
         np.array([3], np.uint64),
+        np.array([3, -1], object),
+        [True, False],
+        [np.int8(-1), torch.tensor([3]), torch.tensor(2)],
+        {2: "b", 0: "a"},
     ):
         expected = [samples.position(index) for index in given]
         assert samples.positions(given).tolist() == expected
@@ -184,10 +188,14 @@ def test_positions_are_indices_in_bulk() -> None:
     given = np.array([-1, -2])
     samples.positions(given)
     assert given.tolist() == [-1, -2], "the caller's array was written to"
-    for outside in ([0, 5], [-6], np.array([1 << 63], np.uint64)):
+    assert samples.positions(iter([4, -5])).tolist() == [4, 0]
+    for outside in ([0, 5], [-6], [1 << 70], np.array([1 << 63], np.uint64)):
         with pytest.raises(SampleIndexError):
             samples.positions(outside)
-    for wrong in ([0.5], ["x"], 3, [[1]], [True]):
+    for wrong in (
+        *([0.5], ["x"], "x", 3, None, [[1]], [[0, 1], [2]], np.array([[1]]), np.array(3), np.array([0.5])),
+        *(np.array([True, False, True]), torch.tensor([True]), torch.tensor([0.5]), torch.tensor(3)),
+    ):
         with pytest.raises(SampleTypeError):
             samples.positions(wrong)
 
@@ -255,6 +263,20 @@ def test_damaged_shapes_are_refused_when_used(shapes: list[int], shape_offsets: 
         shape_offsets=np.array(shape_offsets, np.int64),
     )
     with pytest.raises(SegmentFormatError, match="sample 0 of column 'tokens' has 6 items, but its shape is"):
+        memory.open()[0]
+
+
+@pytest.mark.parametrize("shape", [[1] * 40, [0, 1 << 62, 1 << 62], [0, -1]])
+def test_shapes_that_numpy_cannot_make_are_refused_when_used(shape: list[int]) -> None:
+    length = 0 if 0 in shape else 1
+    memory = Memory(
+        np.arange(length),
+        1,
+        offsets=np.array([0, length]),
+        shapes=np.array(shape, np.int64),
+        shape_offsets=np.array([0, len(shape)]),
+    )
+    with pytest.raises(SegmentFormatError, match=f"has {length} items, but its shape is"):
         memory.open()[0]
 
 

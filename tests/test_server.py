@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 import zmq
 
+from shmserve.server import _reply_to_frame
 from shmserve_client.connection import Connection
 from shmserve_client.endpoint import control_path, lock_path
 from shmserve_client.errors import DaemonUnreachableError, DatasetNotReadyError, ProtocolError
@@ -32,10 +34,13 @@ from shmserve_client.protocol import (
     Hello,
     Lookup,
     Offsets,
+    Reply,
     Status,
+    StatusReport,
     Stop,
     Welcome,
     decode_reply,
+    decode_request,
     encode,
 )
 from shmserve_client.segment import Segment
@@ -185,6 +190,26 @@ def test_a_loader_that_hangs_does_not_keep_it(runtime_dir: Path, shm_dir: Path, 
         assert "hangs in a read" in daemon.stderr
 
 
+def test_a_look_at_the_source_that_hangs_holds_up_nobody(runtime_dir: Path, shm_dir: Path, tmp_path: Path) -> None:
+    program = """
+        import sys, time
+        import shmserve.cli, shmserve.watch
+        shmserve.watch.Watch.look = lambda _: time.sleep(60)  # as a file server that is gone has it
+        shmserve.watch._LEAST_PAUSE_S = 0
+        sys.argv[1:] = ["start", "--data", *sys.argv[1:]]
+        shmserve.cli.main()
+    """
+    endpoint = f"{runtime_dir}/shmserve/daemon.sock"
+    args = (RAGGED, "--shm-dir", shm_dir, "--endpoint", endpoint)
+    with Child.python(program, *args, folder=tmp_path) as daemon:
+        wait_until(lambda: daemon.stdout.startswith("ready"), 20, what="the daemon")
+        with Connection(endpoint, 2.0) as connection:
+            assert _is_ready(connection.request(Status()))
+            assert isinstance(connection.request(Attach()), Attached)
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout_s=2.0) == 0
+
+
 def test_a_second_daemon_is_refused_and_the_first_serves_on(serve: Serve) -> None:
     daemon = serve("--data", RAGGED)
     second = run_cli("start", "--data", RAGGED, "--endpoint", daemon.endpoint, "--shm-dir", daemon.shm_dir)
@@ -288,6 +313,19 @@ def test_linger_ends_it_when_nothing_is_attached_any_more(serve: Serve) -> None:
     assert pid == daemon.pid
 
 
+def test_an_answered_attach_counts_as_use(serve: Serve) -> None:
+    daemon = serve("--data", RAGGED, "--linger", "2")
+    since = time.monotonic()
+    while time.monotonic() - since < 4:  # each time a client may be about to map the segment
+        with Connection(daemon.endpoint, 5.0) as connection:
+            assert isinstance(connection.request(Attach()), Attached)
+        time.sleep(0.2)
+    segment = attach(daemon)
+    wait_until(lambda: daemon.status().datasets[0].attached_pids, what="the lock")
+    del segment
+    assert daemon.wait(timeout_s=6.0) == 0
+
+
 def test_linger_counts_from_readiness(serve: Serve) -> None:
     daemon = serve("--data", RAGGED, "--linger", "0")
     assert daemon.wait(timeout_s=5.0) == 0
@@ -321,6 +359,100 @@ def test_random_truncated_and_oversized_frames_leave_it_serving(serve: Serve, wh
         client.send_multipart([b"a"] * 50)
         client.send_multipart([encode(Hello("x"), 1), b""])
     assert is_serving(daemon)
+
+
+def test_no_message_however_made_ends_it(serve: Serve) -> None:
+    daemon = serve("--data", RAGGED)
+    attach = {"v": 1, "id": 1, "op": "attach", "name": None, "source_key": None}
+    values: list[object] = [
+        2**64 - 1,
+        -(2**63),
+        1.5,
+        True,
+        None,
+        "\ud800",
+        b"\xff",
+        [],
+        {},
+        [[[]]],
+        {"a": {}},
+        "x" * 9000,
+    ]
+    frames = [msgpack.packb({**attach, b"x": 1, "y": 1})]
+    frames += [
+        msgpack.packb({**attach, key: value}, unicode_errors="surrogatepass")
+        for key in (*attach, "vocab_size", "other", b"bytes")
+        for value in values
+    ]
+    frames += [
+        encode(Lookup("ragged_uint16", bytes(8), column, block_size, stride), 1)
+        for column in (None, "x" * 9000)
+        for block_size in (-1, 1, 2**62, 2**64 - 1)
+        for stride in (-(2**63), 1, 2**64 - 1)
+    ]
+    with dealer(daemon.socket) as client:
+        for frame in frames:
+            client.send(frame)
+            _, reply = decode_reply(receive(client))
+            assert len(repr(reply)) < 5000
+            assert not isinstance(reply, Failure) or "internal error" not in reply.message, frame
+    assert is_serving(daemon)
+
+
+def test_a_reply_that_cannot_be_sent_is_an_error_and_no_end(serve: Serve) -> None:
+    daemon = serve("--data", f"docs={RAGGED}", "--block-size", 2**62 - 1, "--stride", 2**62 - 1)
+    assert daemon.status().datasets[0].block_size == 2**62 - 1
+
+    def unsendable(_: object) -> Reply:
+        return Attached("a", "/dev/shm/x", b"", 1 << 70, 0)
+
+    def broken(_: object) -> Reply:
+        raise RuntimeError("a\nfault")
+
+    for reply_to, word in ((unsendable, "cannot be sent"), (broken, r"internal error: RuntimeError: a\nfault")):
+        number, reply = decode_reply(_reply_to_frame(encode(Status(), 9), decode_request, reply_to))
+        assert isinstance(reply, Failure)
+        assert number == 9
+        assert word in reply.message
+
+    def fails(_: bytes) -> tuple[int, object]:
+        raise RecursionError("deep")
+
+    number, reply = decode_reply(_reply_to_frame(encode(Status(), 9), fails, unsendable))
+    assert (number, type(reply)) == (9, Failure)
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+@pytest.mark.parametrize("how", ["a reader that is gone", "closed"])
+def test_output_that_nobody_takes_does_not_end_it(
+    runtime_dir: Path, shm_dir: Path, tmp_path: Path, how: str, closed: str
+) -> None:
+    program = """
+        import os, signal, sys
+        how, number, *command = sys.argv[1:]
+        os.close(int(number))
+        if how != "closed":
+            receiver, sender = os.pipe()
+            os.dup2(sender, int(number), inheritable=True)
+            for fd in {receiver, sender} - {int(number)}:
+                os.close(fd)
+        os.execv(sys.executable, [sys.executable, "-m", "shmserve", *command])
+    """
+    endpoint = f"{runtime_dir}/shmserve/daemon.sock"
+    command = ["--log-level", "info", "start", "--data", RAGGED, "--shm-dir", shm_dir]
+    with Child.python(program, how, {"stdout": 1, "stderr": 2}[closed], *command, folder=tmp_path) as daemon:
+        wait_until(lambda: os.path.exists(endpoint), 20, what="the socket")
+        with Connection(endpoint, 5.0) as connection:
+            wait_until(lambda: _is_ready(connection.request(Status())), what="the dataset")
+            connection.request(Status())
+        assert all(not os.readlink(f"/proc/{daemon.pid}/fd/{fd}").startswith("socket:") for fd in (0, 1, 2))
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout_s=3.0) == 0
+    assert list(shm_dir.iterdir()) == []
+
+
+def _is_ready(reply: Reply) -> bool:
+    return isinstance(reply, StatusReport) and all(dataset.state == "ready" for dataset in reply.datasets)
 
 
 def test_bytes_that_are_not_even_zeromq_leave_it_serving(serve: Serve) -> None:
@@ -364,6 +496,7 @@ def test_a_client_that_does_not_read_costs_nobody(serve: Serve, tmp_path: Path) 
         while asked < 50 and time.monotonic() < deadline:
             assert is_serving(daemon)
             asked += 1
+        assert asked == 50
         assert daemon.status().private_nbytes < 160 << 20
 
 
@@ -392,7 +525,7 @@ def test_the_source_is_never_written_and_may_go_once_loaded(serve: Serve, tmp_pa
     daemon = serve("--data", path)
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
     path.unlink()
-    assert daemon.status().datasets[0].source_changed
+    wait_until(lambda: daemon.status().datasets[0].source_changed, what="the daemon to notice")
     segment = attach(daemon)
     tokens = segment.array(segment.description.columns[0].values)
     assert tokens.tolist() == list(range(1000))

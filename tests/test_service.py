@@ -18,7 +18,9 @@ from shmserve.config import DaemonConfig, DatasetConfig
 from shmserve.loader import Loader
 from shmserve.progress import Progress
 from shmserve.service import Service
+from shmserve.sources import resolve
 from shmserve.sources.base import SourceOptions
+from shmserve.watch import Watch
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.protocol import (
     MAX_INDICES,
@@ -52,7 +54,9 @@ class Loaded:
         np.arange(1000, dtype=np.uint16).tofile(self.tokens_file)
         self.configs = (
             DatasetConfig("docs", (str(RAGGED),)),
-            DatasetConfig("tokens", (str(self.tokens_file),), SourceOptions("uint16"), block_size=101, stride=100),
+            DatasetConfig(
+                "tokens", (str(self.tokens_file),), SourceOptions("uint16", 1000), block_size=101, stride=100
+            ),
         )
         self.config = DaemonConfig(self.configs, "/tmp/none.sock", str(shm_dir))
         self.catalog = Catalog(self.configs)
@@ -65,6 +69,11 @@ class Loaded:
         for ready in self.catalog.ready().values():
             ready.segment.unlink()
             ready.segment.close()
+
+    def key_now(self, number: int) -> str:
+        """The key that whoever resolves the dataset's paths now would ask for."""
+        config = self.configs[number]
+        return resolve(config.data, SourceOptions(config.options.dtype)).key
 
     def attached(self, request: Attach) -> Attached:
         reply = self.service.reply(request)
@@ -119,24 +128,61 @@ def test_attach_leads_to_the_bytes(loaded: Loaded) -> None:
 
 
 def test_attach_by_source_key(loaded: Loaded) -> None:
-    docs, tokens = loaded.configs
-    assert loaded.attached(Attach(source_key=tokens.key)).name == "tokens"
-    assert loaded.attached(Attach("docs", docs.key)).name == "docs"
-    assert loaded.failure(Attach("docs", tokens.key)).code == "dataset-not-found"
+    docs, tokens = (loaded.key_now(number) for number in (0, 1))
+    assert loaded.attached(Attach(source_key=tokens)).name == "tokens"
+    assert loaded.attached(Attach("docs", docs)).name == "docs"
+    assert loaded.failure(Attach("docs", tokens)).code == "dataset-not-found"
     assert loaded.failure(Attach(source_key="0" * 64)).code == "dataset-not-found"
 
 
+def test_what_was_checked_against_a_vocabulary_serves_who_asks_for_none(loaded: Loaded) -> None:
+    docs, tokens = (loaded.key_now(number) for number in (0, 1))
+    assert loaded.attached(Attach(source_key=tokens, vocab_size=1000)).name == "tokens"
+    assert loaded.failure(Attach(source_key=tokens, vocab_size=2000)).code == "dataset-not-found"
+    assert loaded.failure(Attach(source_key=docs, vocab_size=1000)).code == "dataset-not-found"
+
+
 def test_a_changed_source_is_not_what_its_key_asks_for(loaded: Loaded) -> None:
-    key = loaded.configs[1].key
+    assert loaded.attached(Attach(source_key=loaded.key_now(1))).name == "tokens"
     assert not loaded.status("tokens").source_changed
     np.arange(1001, dtype=np.uint16).tofile(loaded.tokens_file)
-    assert loaded.failure(Attach(source_key=key)) == Failure(
-        "dataset-not-found", "the files of dataset 'tokens' have changed since it was loaded"
+    assert loaded.failure(Attach(source_key=loaded.key_now(1))) == Failure(
+        "dataset-not-found", "no dataset of those files, as they are now, is served here"
     )
     assert loaded.attached(Attach("tokens")).name == "tokens"  # who asks by name gets what was loaded
-    assert loaded.status("tokens").source_changed
+
+
+def test_a_look_at_the_files_tells_whether_they_changed(loaded: Loaded) -> None:
+    content, status = loaded.tokens_file.read_bytes(), loaded.tokens_file.stat()
+    watch = Watch(loaded.catalog)
+
+    def has_changed() -> bool:
+        watch.look()
+        return loaded.status("tokens").source_changed
+
+    assert not has_changed()
+    np.arange(1001, dtype=np.uint16).tofile(loaded.tokens_file)
+    assert has_changed()
+    loaded.tokens_file.write_bytes(content)
+    os.utime(loaded.tokens_file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert not has_changed()
     loaded.tokens_file.unlink()
-    assert loaded.status("tokens").source_changed
+    assert has_changed()
+    assert not loaded.status("docs").source_changed
+
+
+def test_a_request_touches_no_source_file(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One on a file server that is gone would hang, and every other client with it.
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: pytest.fail("looked at a file"))
+    for request in (Status(), Attach("docs"), Attach(source_key="0" * 64), Lookup("docs", indices(0)), List()):
+        loaded.service.reply(request)
+
+
+def test_a_segment_on_a_disk_is_not_called_memory(loaded: Loaded, tmp_path: Path) -> None:
+    assert not any("not in memory" in note for note in loaded.status("docs").notes)
+    on_disk = Service(loaded.catalog, endpoint="/tmp/none.sock", shm_dir=str(tmp_path)).status("docs").datasets[0]
+    assert any(f"{tmp_path} is on " in note for note in on_disk.notes)
+    assert on_disk.huge_nbytes == 0
 
 
 def test_without_a_name_there_has_to_be_only_one(loaded: Loaded) -> None:
@@ -227,14 +273,15 @@ def test_status(loaded: Loaded, shm_dir: Path) -> None:
 def test_while_loading_the_answer_is_how_far(loaded: Loaded) -> None:
     ready = loaded.catalog.ready()["docs"]
     try:
-        loaded.catalog.put("docs", Loading("megatron", 512 << 20, 2 << 30))
+        loaded.catalog.put("docs", Loading("megatron", 512 << 20, 2 << 30, ready.resolved.key))
         message = "dataset 'docs' is still loading (512.0 MiB of 2.0 GiB, 25 %)"
         assert loaded.failure(Attach("docs")) == Failure("dataset-not-ready", message)
-        assert loaded.failure(Attach(source_key=loaded.configs[0].key)) == Failure("dataset-not-ready", message)
+        assert loaded.failure(Attach(source_key=loaded.key_now(0))) == Failure("dataset-not-ready", message)
         assert loaded.failure(Lookup("docs", indices(0))).code == "dataset-not-ready"
         status = loaded.status("docs")
         assert (status.state, status.loaded_nbytes, status.segment_nbytes) == ("loading", 512 << 20, 2 << 30)
         loaded.catalog.put("docs", Loading())
+        assert loaded.failure(Attach(source_key="")).code == "dataset-not-found"
         assert "its index is being read" in loaded.failure(Attach("docs")).message
     finally:
         loaded.catalog.put("docs", ready)

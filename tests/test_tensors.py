@@ -123,6 +123,12 @@ def test_complex_is_not_made_real() -> None:
         tensor_maker(np.dtype(np.complex128), torch.float32, private=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.uint1, torch.int4])
+def test_what_torch_cannot_convert_to_is_refused_at_once(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=f"dtype {dtype}: torch does not convert uint16 to it"):
+        tensor_maker(np.dtype(np.uint16), dtype, private=False)
+
+
 def test_a_transform_works_on_a_copy(served: Callable[[NDArray[Any]], Open]) -> None:
     open_dataset = served(np.arange(6, dtype=np.int32).reshape(3, 2))
     assert [sample.tolist() for sample in open_dataset(transform=torch.Tensor.neg_)] == [[0, -1], [-2, -3], [-4, -5]]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import threading
 from concurrent.futures import CancelledError
@@ -11,8 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmserve_client import filling
-from shmserve_client.errors import ConfigError, OutOfSharedMemoryError, SourceFormatError, VocabularyError
+from shmserve.sources.pieces import FileSpan
+from shmserve_client import filling, writer
+from shmserve_client.errors import (
+    ConfigError,
+    OutOfSharedMemoryError,
+    SegmentFormatError,
+    SourceFormatError,
+    VocabularyError,
+)
 from shmserve_client.layout import DATA_ALIGNMENT, Array, Column
 from shmserve_client.locks import take_owner_lock
 from shmserve_client.mapping import HUGE_PAGE_NBYTES, Mapping
@@ -92,6 +100,27 @@ def test_pieces_that_do_not_fill_their_array_are_refused(shm_dir):
         write_pieces(shm_dir, describe_tokens("int32", 3), [[Repeated(8)]])
 
 
+@pytest.mark.parametrize("shape", [(3, *[1] * 35), (0, 1 << 60), (0, 1 << 70), (-2, -3)])
+def test_what_no_reader_would_accept_is_not_written(shm_dir, shape):
+    description = describe_tokens("float32", shape[0])
+    description = replace(description, columns=(Column("tokens", Array("float32", shape)),))
+    nbytes = description.columns[0].values.nbytes
+    with pytest.raises((SegmentFormatError, OverflowError)):
+        write_pieces(shm_dir, description, [[Repeated(nbytes)]])
+    assert os.listdir(shm_dir) == []
+
+
+def test_what_fails_after_it_is_named_is_removed(shm_dir, monkeypatch):
+    def fail(*args, **options):
+        assert len(os.listdir(shm_dir)) == 1
+        raise RuntimeError("late")
+
+    monkeypatch.setattr(writer, "OwnedSegment", fail)
+    with pytest.raises(RuntimeError, match="late"):
+        write_tokens(shm_dir, np.arange(5))
+    assert os.listdir(shm_dir) == []
+
+
 def test_it_is_read_only_named_and_owned(shm_dir):
     with published(write_tokens(shm_dir, np.arange(5))) as owned:
         assert os.listdir(shm_dir) == [Path(owned.path).name]
@@ -164,6 +193,21 @@ def test_the_first_bad_id_of_all_is_named(shm_dir, dtype, bad):
     with pytest.raises(VocabularyError, match=message):
         write_tokens(shm_dir, tokens, vocab_size=50_000)
     assert os.listdir(shm_dir) == []
+
+
+def test_a_bad_id_is_found_in_its_file(shm_dir, tmp_path):
+    pieces = []
+    for name in ("one", "two"):
+        np.array([7, 8, 9], np.uint16).tofile(tmp_path / name)
+        pieces.append(FileSpan(tmp_path / name, 2, 4))
+    description = describe_tokens("uint16", 4)
+    message = f"id 9 at position 1 .* \\(dataset 'corpus', byte 4 of {tmp_path}/one\\)"
+    with pytest.raises(VocabularyError, match=message):
+        write_pieces(shm_dir, description, [pieces], vocab_size=9)
+    np.array([7, 8, 8], np.uint16).tofile(tmp_path / "one")
+    message = f"id 9 at position 3 .* \\(dataset 'corpus', byte 4 of {tmp_path}/two\\)"
+    with pytest.raises(VocabularyError, match=message):
+        write_pieces(shm_dir, description, [pieces], vocab_size=9)
 
 
 def test_only_the_first_columns_values_are_token_ids(shm_dir):
@@ -359,8 +403,11 @@ assert free.f_bavail * free.f_frsize == 20 << 20
 """,
         tmp_path,
     )
-    assert "the segment needs 24.0 MiB, but " in output
-    assert "has 20.0 MiB free" in output
+    told = re.search(r"the segment needs (\d+\.\d) MiB more, but .* has (\d+\.\d) (KiB|MiB) free", output)
+    assert told, output
+    free_mib = float(told[2]) / (1024 if told[3] == "KiB" else 1)
+    assert float(told[1]) - free_mib == pytest.approx(4, abs=0.2)
+    assert "--shm-size=42m" in output
 
 
 # Huge pages

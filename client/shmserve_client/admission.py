@@ -15,7 +15,7 @@ from typing import Final
 
 from .errors import OutOfSharedMemoryError
 
-__all__ = ["check_room", "shortage"]
+__all__ = ["check_room", "file_system_of", "shortage"]
 
 _MAX_RESERVE_NBYTES: Final = 256 << 20
 _PROC: Final = Path("/proc")
@@ -53,16 +53,16 @@ def check_room(nbytes: int, shm_dir: str, *, proc: Path = _PROC) -> None:
 
 
 def shortage(nbytes: int, shm_dir: str, *, proc: Path = _PROC) -> OutOfSharedMemoryError:
-    """Return the error for a segment of `nbytes` bytes that ran out of memory while loading, and is removed again."""
-    return _shortage(nbytes, _tightest(shm_dir, proc))
+    """Return the error for a segment that ran out of memory while loading, when it still needed `nbytes` bytes."""
+    return _shortage(nbytes, _tightest(shm_dir, proc), " more")
 
 
-def _shortage(nbytes: int, room: _Room) -> OutOfSharedMemoryError:
+def _shortage(nbytes: int, room: _Room, more: str = "") -> OutOfSharedMemoryError:
     wanted = room.capacity_nbytes - room.free_nbytes + nbytes
     # The reserve grows with the capacity, at most to an eighth of it.
     wanted += min(_MAX_RESERVE_NBYTES, -(-wanted // 7))
     return OutOfSharedMemoryError(
-        f"the segment needs {_human(nbytes)}, but {room.what} has {_human(room.free_nbytes)} free, "
+        f"the segment needs {_human(nbytes)}{more}, but {room.what} has {_human(room.free_nbytes)} free, "
         f"of which {_human(room.reserve_nbytes)} are kept for DataLoader batches: "
         + room.remedy.replace("{size}", _option_size(wanted))
     )
@@ -70,6 +70,11 @@ def _shortage(nbytes: int, room: _Room) -> OutOfSharedMemoryError:
 
 def _tightest(shm_dir: str, proc: Path) -> _Room:
     return min(_rooms(shm_dir, proc), key=lambda room: room.usable_nbytes)
+
+
+def file_system_of(directory: str, *, proc: Path = _PROC) -> str:
+    """Return the kind of the file system that holds the directory, such as "tmpfs"."""
+    return _mount_of(directory, _mounts(proc)).kind
 
 
 def _rooms(shm_dir: str, proc: Path) -> Iterator[_Room]:

@@ -7,19 +7,32 @@ import os
 import threading
 import time
 import weakref
+from numbers import Real
 from types import TracebackType
 from typing import Any, Final, Self
 
 import zmq
 
-from .endpoint import find_endpoint, parse_endpoint
-from .errors import DaemonUnreachableError, DatasetNotReadyError, ProtocolError
-from .protocol import MAX_REPLY_NBYTES, Attach, Attached, Failure, Message, Reply, decode_reply, encode, error_from
+from .endpoint import find_endpoint, listening, parse_endpoint
+from .errors import ConfigError, DaemonUnreachableError, DatasetNotReadyError, ProtocolError
+from .protocol import (
+    MAX_REPLY_NBYTES,
+    MAX_REQUEST_NBYTES,
+    Attach,
+    Attached,
+    Failure,
+    Message,
+    Reply,
+    decode_reply,
+    encode,
+    error_from,
+)
 
-__all__ = ["Connection", "attach_when_ready"]
+__all__ = ["Connection", "attach_when_ready", "seconds"]
 
 _RETURN_S: Final = 5.0
 """How long a daemon that went away in the middle of a request may take to come back."""
+_LONGEST_POLL_S: Final = 3600.0
 _ASK_AGAIN_S: Final = (0.02, 1.0)
 """The first and the longest pause between two questions whether a dataset has been loaded."""
 
@@ -34,7 +47,7 @@ class Connection:
     def __init__(self, path: str | os.PathLike[str], timeout_s: float) -> None:
         """Prepare a connection to the socket at `path`; a request fails that takes longer than `timeout_s` seconds."""
         self.path = parse_endpoint(os.fspath(path))
-        self.timeout_s = timeout_s
+        self.timeout_s = seconds("timeout", timeout_s)
         self._last_id = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._forget()
@@ -55,11 +68,14 @@ class Connection:
         Raises:
             DaemonUnreachableError: nobody listens at the path (at once), or no reply came in time.
             ShmserveError: what the daemon answered when it refused, as the class that names the reason.
-            ProtocolError: the reply is malformed or of another protocol version.
+            ProtocolError: the request is too large, or the reply is malformed or of another protocol version.
         """
         with self._lock:
             self._last_id += 1
             frame = encode(message, self._last_id)
+            if len(frame) > MAX_REQUEST_NBYTES:
+                # Sent all the same, it would end the connection without a word.
+                raise ProtocolError(f"request of {len(frame)} bytes: {MAX_REQUEST_NBYTES} are the limit")
             try:
                 reply = self._exchange(frame, self._last_id)
             except BaseException:
@@ -76,9 +92,10 @@ class Connection:
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
         deadline = time.monotonic() + self.timeout_s
+        was_closed = False
         self._send(socket, frame)
         while (remaining_s := deadline - time.monotonic()) > 0:
-            ready = dict(poller.poll(math.ceil(remaining_s * 1000)))
+            ready = dict(poller.poll(math.ceil(min(remaining_s, _LONGEST_POLL_S) * 1000)))
             if socket in ready:
                 reply_id, reply = decode_reply(socket.recv())
                 # A failure with the id 0 answers a request whose own id the daemon could not read.
@@ -88,8 +105,16 @@ class Connection:
                 # The daemon closed the connection: the request may be lost with it, and ZeroMQ reconnects by itself.
                 # Asking twice is harmless: requests change nothing, and a second reply has an id of the past.
                 monitor.recv_multipart()
+                was_closed = True
                 self._send(socket, frame)
                 deadline = min(deadline, time.monotonic() + _RETURN_S)
+        if was_closed and listening(self.path):
+            raise self._not_a_daemon()
+        if was_closed:
+            raise DaemonUnreachableError(
+                f"daemon at ipc://{self.path} ended during the request and did not come back within "
+                f"{min(_RETURN_S, self.timeout_s):g} s: its log may say why, start it again"
+            )
         raise DaemonUnreachableError(
             f"daemon at ipc://{self.path} did not answer within {self.timeout_s:g} s: see whether it runs with "
             "`shmserve status`, or allow more with timeout="
@@ -101,7 +126,13 @@ class Connection:
         except zmq.Again:
             # There is room for a thousand requests: ZeroMQ has given the daemon up, for not speaking its protocol or
             # for a message over the limit.
-            raise DaemonUnreachableError(f"what answers at ipc://{self.path} is not a shmserve daemon") from None
+            raise self._not_a_daemon() from None
+
+    def _not_a_daemon(self) -> DaemonUnreachableError:
+        return DaemonUnreachableError(
+            f"what listens at ipc://{self.path} closes the connection instead of answering: it is not a shmserve "
+            f"daemon, or its answer has more than {MAX_REPLY_NBYTES} bytes"
+        )
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         if self._socket is not None and self._monitor is not None:
@@ -135,6 +166,17 @@ class Connection:
         self.close()
 
 
+def seconds(name: str, value: object) -> float:
+    """Return the duration `value`, which may be infinite. Raises ConfigError, naming the option `name`, for others."""
+    try:
+        duration = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        duration = math.nan
+    if not duration >= 0:
+        raise ConfigError(f"{name} {value!r}: give a number of seconds from 0 up, inf for no limit")
+    return duration
+
+
 def attach_when_ready(path: str, question: Attach, *, timeout_s: float, patience_s: float) -> Attached:
     """Return where the segment is that `question` asks the daemon at `path` for, once it has been loaded.
 
@@ -159,6 +201,8 @@ def attach_when_ready(path: str, question: Attach, *, timeout_s: float, patience
             continue
         if not isinstance(reply, Attached):
             raise ProtocolError(f"the daemon answered {type(reply).__name__} to a request to attach")
+        if question.name not in (None, reply.name):
+            raise ProtocolError(f"the daemon answered with dataset {reply.name!r} when asked for {question.name!r}")
         return reply
 
 

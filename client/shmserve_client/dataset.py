@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import embedded
-from .connection import attach_when_ready
+from .connection import attach_when_ready, seconds
 from .endpoint import find_endpoint
 from .errors import BlockSizeError, ConfigError, DatasetClosedError
 from .protocol import Attach
@@ -56,8 +57,10 @@ class DatasetInfo:
     path: str
     """The segment's file."""
     nbytes: int
-    """The segment's size."""
+    """The size of the segment's file, of which a part is a hole that takes no memory."""
     generation: int
+    endpoint: str
+    """The socket of the daemon that it was attached at."""
 
 
 class ShmDataset(Dataset[Any]):
@@ -65,7 +68,7 @@ class ShmDataset(Dataset[Any]):
 
     A sample is a tensor, or, with several columns, a dict of tensors. A tensor aliases the shared memory where its
     dtype is the stored one, and stays valid after `close`; what is written to it in place is seen by this process
-    alone. The daemon is needed only to attach.
+    and those that it forks afterwards, by no other. The daemon is needed only to attach.
 
     Pickles, and so copies for DataLoader workers, hold the segment's path rather than its data; they attach when they
     are first used, once per process, without asking the daemon.
@@ -91,7 +94,7 @@ class ShmDataset(Dataset[Any]):
             name: the dataset's name; may be None where the daemon serves one only.
             endpoint: the daemon's socket, as `ipc:///path`; None looks in `$SHMSERVE_ENDPOINT`, else where daemons of
                 this user and of this node listen.
-            timeout: seconds that loading may take, and each of the daemon's answers.
+            timeout: seconds that loading may take, and each of the daemon's answers; infinity for no limit.
             columns: the columns that a sample has; None for all. One gives a tensor, several a dict.
             block_size: None for the stored samples. A number of items B for windows over all items joined: window i is
                 `[i * stride, i * stride + B)`, and there are `max(0, (n - B) // stride + 1)`. "served" takes what the
@@ -117,6 +120,7 @@ class ShmDataset(Dataset[Any]):
         super().__init__()
         if lookup not in ("shared", "daemon"):
             raise ConfigError(f'lookup {lookup!r}: give "shared" or "daemon"')
+        timeout = seconds("timeout", timeout)
         path = find_endpoint(endpoint)
         attached = attach_when_ready(path, Attach(name), timeout_s=timeout, patience_s=timeout)
         if block_size == "served":
@@ -149,26 +153,36 @@ class ShmDataset(Dataset[Any]):
     ) -> Self:
         """Return the dataset of these files without a daemon having been started for it.
 
-        It attaches where a daemon of this node serves that source. Else exactly one of all the processes that call this
-        starts a daemon for it, which ends when its last client has been gone for `linger` seconds; the others wait.
+        It attaches where a daemon of this node serves these files as they are now, whatever paths it was given for
+        them: the same files in the same order, with the same `stored_dtype`. Else exactly one of all the processes that
+        call this starts a daemon for them, which ends when its last client has been gone for `linger` seconds; the
+        others wait. Where items without a header are assumed to be of some dtype, a UserWarning says so.
 
         Args:
-            data: files, directories, globs or prefixes, as `shmserve start --data` takes them; the shards of one
-                dataset.
+            data: files, directories, globs or prefixes, as `shmserve start --data` takes them, `~` included; the
+                shards of one dataset.
             stored_dtype: the items of files without a header, as a numpy name (`--dtype`).
-            vocab_size: every token id must be below it (`--vocab-size`).
+            vocab_size: every token id must be below it (`--vocab-size`). None also accepts data that was checked
+                against some vocabulary.
             linger: seconds, five at least.
             options: as the constructor's, other than `name` and `endpoint`. `timeout` does not limit the loading.
 
         Raises:
+            SourceNotFoundError: a file is missing.
+            SourceFormatError: a file is of no known format, or the files are not shards of one corpus.
             DaemonStartError: the daemon could not start or load; the message holds its own.
             ShmserveError: as the constructor.
         """
-        timeout_s = options.get("timeout", 30.0)
-        paths = [os.fspath(path) for path in data]
+        timeout_s = seconds("timeout", options.get("timeout", 30.0))
+        linger = seconds("linger", linger)
+        paths = [os.path.expanduser(path) for path in data]
         served = embedded.serve(paths, stored_dtype, vocab_size, linger_s=linger, timeout_s=timeout_s)
         # `served` holds the segment attached, so that the daemon does not end before the dataset has it, too.
-        return cls(served.name, endpoint=served.endpoint, **options)
+        dataset = cls(served.name, endpoint=served.endpoint, **options)
+        if stored_dtype is None and dataset.info.format == "raw":
+            for note in dataset.info.notes:
+                warnings.warn(f"dataset {dataset.name!r}: {note} (here: stored_dtype=)", stacklevel=2)
+        return dataset
 
     def _detach(self) -> None:
         """Forget what belongs to this process; the length -1 sends every use to where it is attached again."""
@@ -248,9 +262,13 @@ class ShmDataset(Dataset[Any]):
     def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
         """Return the list of these samples, as DataLoader asks for a batch. Raises as `__getitem__`."""
         attached = self._attach()
+        positions = attached.samples.positions(indices)
+        if type(self).__getitem__ is not ShmDataset.__getitem__:  # a subclass's samples are what it makes of ours
+            return [self[position] for position in positions.tolist()]
         if attached.read_many is not None:
-            return attached.read_many(attached.samples.positions(_listed(indices)))
-        return [self[index] for index in _listed(indices)]
+            return attached.read_many(positions)
+        read = self._read
+        return [read(position) for position in positions.tolist()]
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
@@ -322,6 +340,7 @@ class ShmDataset(Dataset[Any]):
             path=self._path,
             nbytes=attached.segment.header.total_nbytes,
             generation=attached.segment.header.generation,
+            endpoint=self._endpoint,
         )
 
     def close(self) -> None:
@@ -374,11 +393,6 @@ def _positive(name: str, value: object) -> int:
         number = operator.index(value)  # type: ignore[arg-type]  # whatever a caller gives
     except TypeError:
         number = 0
-    if number < 1:
-        raise BlockSizeError(f"{name} {value!r} is not a positive number of items")
+    if not 1 <= number < 1 << 62:
+        raise BlockSizeError(f"{name} {value!r} is not a positive number of items below 2^62")
     return number
-
-
-def _listed(indices: Any) -> Any:
-    """Return an array or tensor of indices as a list, whose integers are faster and compare as Python's do."""
-    return indices.tolist() if hasattr(indices, "tolist") else indices

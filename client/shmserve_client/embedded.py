@@ -1,7 +1,8 @@
 """A dataset without a daemon of one's own: use the node's, or have exactly one process start one for this source.
 
-Such a daemon has an endpoint named after the source: `e-<key>.<n>.sock`. The number `n` counts slots, because a daemon
-whose files have changed since it loaded them keeps its slot until its last client has gone.
+Such a daemon has an endpoint named after the source, which is its files as they are now, however they were asked for:
+`e-<key>.<n>.sock`. The number `n` counts slots, because one that is ending, hangs or checked another vocabulary keeps
+its slot.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from .connection import attach_when_ready
-from .endpoint import default_directory, ensure_directory, find_endpoints, listening, lock_path, log_path, source_key
+from .endpoint import default_directory, ensure_directory, find_endpoints, listening, lock_path, log_path
 from .errors import (
     ConfigError,
     DaemonStartError,
@@ -27,17 +30,22 @@ from .errors import (
     DatasetFailedError,
     DatasetNotFoundError,
     ProtocolError,
+    SegmentFormatError,
     SegmentNotFoundError,
 )
-from .protocol import Attach
+from .protocol import Attach, Failure, error_from
 from .segment import Segment
 
 __all__ = ["Served", "serve"]
 
 _LEAST_LINGER_S: Final = 5.0
 """A new daemon lingers from the moment it is ready, and the process that started it has yet to attach."""
+_OTHERS_TIMEOUT_S: Final = 5.0
+"""A daemon that this user's clients share may have nothing to do with the source: one that hangs is passed over."""
 _PASSED_ON: Final = ("SHMSERVE_SHM_DIR", "SHMSERVE_LOG_LEVEL")
 """The settings that also hold for a daemon started here; the others speak of another daemon."""
+
+_Mark: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -57,49 +65,95 @@ def serve(
     Args:
         data: files, directories, globs or prefixes: the shards of one dataset.
         dtype: the items of files without a header.
-        vocab_size: every token id must be below it.
+        vocab_size: every token id must be below it; None accepts what was checked against any.
         linger_s: how many seconds a new daemon stays without clients, five at least.
         timeout_s: how many seconds a daemon's answer may take; the loading may take as long as it needs.
 
     Raises:
+        SourceNotFoundError: a file is missing.
+        SourceFormatError: a file is of no known format, or the files are not shards of one corpus.
+        ConfigError: an option is out of its range.
         DaemonStartError: a new daemon could not start or load; the message holds its own.
         SegmentNotFoundError: the new daemon's segment is in another shm directory than this process sees.
     """
     if not data:
         raise ConfigError("no data: give at least one path")
-    key = source_key(data, dtype, vocab_size)
+    key = _key(data, dtype, vocab_size)
+    question = Attach(source_key=key, vocab_size=vocab_size)
     directory = default_directory()
-    served = _find(key, directory, timeout_s)
+    silent: set[_Mark] = set()
+    served = _find(find_endpoints(), question, min(timeout_s, _OTHERS_TIMEOUT_S), silent) or _find(
+        _slots(key, directory), question, timeout_s, silent
+    )
     if served is not None:
         return served
     ensure_directory(directory)
     with _one_at_a_time(os.path.join(directory, f"e-{key[:16]}.start")):
-        served = _find(key, directory, timeout_s)
+        # Only a slot can be new. One that hung is not asked again: here, that would add up over all who wait.
+        served = _find(_slots(key, directory), question, timeout_s, silent)
         if served is not None:
             return served
         endpoint = _free_slot(key, directory)
         _start(endpoint, data, dtype, vocab_size, max(linger_s, _LEAST_LINGER_S))
-        return _attach(endpoint, key, timeout_s)
-
-
-def _find(key: str, directory: str, timeout_s: float) -> Served | None:
-    """Return the dataset from the first daemon that serves the source as its files are now."""
-    for endpoint in [*find_endpoints(), *_slots(key, directory)]:
         try:
-            return _attach(endpoint, key, timeout_s)
+            return _attach(endpoint, question, timeout_s)
+        except DatasetNotFoundError:
+            raise DaemonStartError(f"{', '.join(data)}: changed meanwhile, start again when complete") from None
+
+
+def _key(data: Sequence[str], dtype: str | None, vocab_size: int | None) -> str:
+    """Return the key of the source as its files are now. Raises the error that it has."""
+    # A program of the daemon's side, which knows the formats. It reads no more than the files' heads.
+    done = subprocess.run(
+        [sys.executable, "-m", "shmserve.sources"],
+        input=json.dumps({"data": list(data), "dtype": dtype, "vocab_size": vocab_size}),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=_environment(),
+        check=False,
+    )
+    if done.returncode:
+        raise DaemonStartError(f"cannot tell what {', '.join(data)} is: {_last_line(done.stderr, done.returncode)}")
+    answer = json.loads(done.stdout)
+    if "key" not in answer:
+        raise error_from(Failure(answer["code"], answer["message"]))
+    key: str = answer["key"]
+    return key
+
+
+def _find(endpoints: Iterable[str], question: Attach, timeout_s: float, silent: set[_Mark]) -> Served | None:
+    """Return the dataset from the first daemon that has it; those that hang go into `silent`, and are not asked."""
+    for endpoint in endpoints:
+        mark, started_s = _mark(endpoint), time.monotonic()
+        if mark is None or mark in silent:
+            continue
+        try:
+            return _attach(endpoint, question, timeout_s)
+        except DaemonUnreachableError:  # it is ending, or hangs
+            if time.monotonic() - started_s >= timeout_s:
+                silent.add(mark)
         except (
-            DaemonUnreachableError,  # it is ending, or hangs
-            DatasetNotFoundError,  # it serves something else, or the files have changed
+            DatasetNotFoundError,  # it serves something else, or the files as they were
             DatasetFailedError,  # a daemon of our own will say why
             ProtocolError,  # it is of another version
+            SegmentFormatError,  # it is of another version
             SegmentNotFoundError,  # it is ending, or is in another container
         ):
-            continue
+            pass
     return None
 
 
-def _attach(endpoint: str, key: str, timeout_s: float) -> Served:
-    question = Attach(source_key=key)
+def _mark(endpoint: str) -> _Mark | None:
+    """Return what tells this socket from an earlier or later one at its path; None if there is none."""
+    try:
+        status = os.lstat(endpoint)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
+def _attach(endpoint: str, question: Attach, timeout_s: float) -> Served:
     attached = attach_when_ready(endpoint, question, timeout_s=timeout_s, patience_s=float("inf"))
     return Served(endpoint, attached.name, Segment.attach(attached.path, attached.nonce))
 
@@ -109,13 +163,12 @@ def _slot(key: str, directory: str, number: int) -> str:
 
 
 def _slots(key: str, directory: str) -> list[str]:
-    """Return the sockets of the embedded daemons that there are for this source, the newest slot last."""
+    """Return the sockets of the embedded daemons that there are for this source."""
     try:
-        names = os.listdir(directory)
+        names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
-    found = (re.fullmatch(rf"e-{key[:16]}\.(\d+)\.sock", name) for name in names)
-    return [_slot(key, directory, number) for number in sorted(int(match[1]) for match in found if match)]
+    return [os.path.join(directory, name) for name in names if re.fullmatch(rf"e-{key[:16]}\.\d+\.sock", name)]
 
 
 def _free_slot(key: str, directory: str) -> str:
@@ -164,8 +217,7 @@ def _start(endpoint: str, data: Sequence[str], dtype: str | None, vocab_size: in
     """Return when a new daemon at `endpoint` serves the data. Raises DaemonStartError with what it had to say."""
     command = [sys.executable, "-m", "shmserve", "start", "--detach", "--endpoint", f"ipc://{endpoint}"]
     command += ["--linger", str(linger_s)]
-    for path in data:
-        command += ["--data", f"{_dataset_name(data)}={os.path.abspath(path)}"]
+    command += ["--data", *map(os.path.abspath, data)]
     if dtype is not None:
         command += ["--dtype", dtype]
     if vocab_size is not None:
@@ -182,12 +234,17 @@ def _start(endpoint: str, data: Sequence[str], dtype: str | None, vocab_size: in
             check=False,
         )
         messages.seek(0)
-        lines = messages.read().splitlines()
+        said = messages.read()
     if done.returncode:
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[-1:]
-        reason = errors[-1] if errors else f"exit code {done.returncode}"
+        reason = _last_line(said, done.returncode)
         log = log_path(endpoint)
         raise DaemonStartError(f"{reason} (log: {log})" if os.path.exists(log) else reason)
+
+
+def _last_line(said: str, exit_code: int) -> str:
+    lines = said.splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[-1:]
+    return errors[-1] if errors else f"exit code {exit_code}"
 
 
 def _environment() -> dict[str, str]:
@@ -196,9 +253,3 @@ def _environment() -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith("SHMSERVE_") or name in _PASSED_ON
     }
     return {**inherited, "PYTHONSAFEPATH": "1"}
-
-
-def _dataset_name(data: Sequence[str]) -> str:
-    """Return the name under which a daemon of our own serves the data, as one dataset however many paths there are."""
-    stem = os.path.basename(os.path.abspath(data[0])).partition(".")[0]
-    return re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:64] or "data"

@@ -7,12 +7,10 @@ socket (`control_path`), the lock (`lock_path`) and the log (`log_path`).
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from .errors import DaemonUnreachableError, EndpointError
@@ -31,8 +29,6 @@ __all__ = [
     "lock_path",
     "log_path",
     "parse_endpoint",
-    "source_key",
-    "unreachable",
 ]
 
 DEFAULT_NAME: Final = "daemon.sock"
@@ -62,8 +58,10 @@ def parse_endpoint(endpoint: str) -> str:
     """Return the absolute socket path that `endpoint` (`ipc:///path` or the path alone) names.
 
     Raises:
-        EndpointError: another transport, a relative path, or a path too long for a socket.
+        EndpointError: no string, another transport, a relative path, or a path that no socket can have.
     """
+    if not isinstance(endpoint, str) or "\0" in endpoint:
+        raise EndpointError(f"endpoint {endpoint!r} is not the path of a socket, such as ipc:///path/of/the.sock")
     scheme, separator, rest = endpoint.partition("://")
     if separator and scheme != "ipc":
         raise EndpointError(f"endpoint {endpoint!r}: {scheme}:// is not supported, give ipc:///path/of/the.sock")
@@ -104,7 +102,8 @@ def default_directory() -> str:
     for directory in candidates:
         parent = os.path.dirname(directory)
         fits = len(os.fsencode(directory)) + 1 + _LONGEST_NAME_NBYTES <= MAX_SOCKET_PATH_NBYTES
-        if fits and os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK):
+        can_be_made = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
+        if fits and (can_be_made or not _refusal(directory)):
             return directory
     raise EndpointError(f"no directory for the socket: none of {', '.join(candidates)} can be used, give --endpoint")
 
@@ -144,23 +143,26 @@ def ensure_directory(path: str, gid: int | None = None) -> None:
         os.chmod(path, 0o710)
 
 
-def _refusal(directory: str, *, owners: tuple[int, ...] = ()) -> str:
-    """Return why sockets in `directory` are not to be trusted, or "". `owners` may own it beside this user."""
+def _refusal(directory: str) -> str:
+    """Return why sockets in `directory` are not to be trusted, or ""."""
     try:
         status = os.lstat(directory)
     except OSError as error:
         return f"{directory}: {error.strerror}"
     if not stat.S_ISDIR(status.st_mode):
         return f"{directory} is not a directory"
-    if status.st_uid not in (os.geteuid(), *owners):
+    if status.st_uid != os.geteuid():
         return f"{directory} belongs to uid {status.st_uid}, not to uid {os.geteuid()}"
     if status.st_mode & 0o067:
-        return f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}, open to other users: chmod 700 {directory}"
+        return (
+            f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}, open to other users: put the socket into a "
+            f"directory of your own with mode 0700, such as /tmp/shmserve-{os.geteuid()}/daemon.sock"
+        )
     return ""
 
 
 def _probe(path: str) -> str:
-    """Return why a client cannot connect to `path`, or "" if somebody listens there."""
+    """Return why a client cannot connect to `path`, or "" if somebody listens there, without waiting."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -169,8 +171,8 @@ def _probe(path: str) -> str:
             return ""  # the backlog is full: somebody listens, and is slow
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
-                return f"{path} (nobody listens)"
-            return f"{path} ({error.strerror or error})"
+                return "nobody listens"
+            return error.strerror or str(error)
     return ""
 
 
@@ -179,15 +181,15 @@ def listening(path: str) -> bool:
     return not _probe(path)
 
 
-def _search() -> tuple[list[str], list[str]]:
-    """Return (sockets that listen, best first; why each of the other places has none)."""
+def _search() -> tuple[list[str], dict[str, str]]:
+    """Return (sockets that listen, best first; the other places, each with why it has none)."""
     chosen = os.environ.get("SHMSERVE_ENDPOINT")
     if chosen:
         path = parse_endpoint(chosen)
         reason = _probe(path)
-        return ([], [reason]) if reason else ([path], [])
+        return ([], {path: reason}) if reason else ([path], {})
     found: list[str] = []
-    reasons: list[str] = []
+    reasons: dict[str, str] = {}
     for directory in [*default_directories(), _NODE_DIRECTORY]:
         path = os.path.join(directory, DEFAULT_NAME)
         reason = _probe(path)
@@ -196,7 +198,7 @@ def _search() -> tuple[list[str], list[str]]:
         if not reason and directory != _NODE_DIRECTORY:
             reason = _refusal(directory)
         if reason:
-            reasons.append(reason)
+            reasons[path] = reason
         else:
             found.append(path)
     return found, reasons
@@ -216,25 +218,20 @@ def find_endpoint(endpoint: str | None = None) -> str:
     """
     if endpoint is not None:
         path = parse_endpoint(endpoint)
-        if _probe(path):
-            raise unreachable([_probe(path)])
+        reason = _probe(path)
+        if reason:
+            raise _unreachable({path: reason})
         return path
     found, reasons = _search()
     if not found:
-        raise unreachable(reasons)
+        raise _unreachable(reasons)
     return found[0]
 
 
-def unreachable(reasons: Sequence[str]) -> DaemonUnreachableError:
-    """Return the error for a search that found no daemon; `reasons` says so for each place."""
-    return DaemonUnreachableError(f"no daemon at {', '.join(reasons)}: start one with `shmserve start --data PATH`")
-
-
-def source_key(data: Sequence[str], dtype: str | None, vocab_size: int | None) -> str:
-    """Return the hex SHA-256 that names a corpus: its paths as given (made absolute, globs unexpanded) and its options.
-
-    The same question has the same key in every process; whether the answer is still the same, the daemon knows.
-    """
-    paths = [os.path.abspath(path) for path in data]
-    question = json.dumps({"data": paths, "dtype": dtype, "vocab_size": vocab_size}, sort_keys=True)
-    return hashlib.sha256(question.encode()).hexdigest()
+def _unreachable(reasons: Mapping[str, str]) -> DaemonUnreachableError:
+    """Return the error for a search that found no daemon: the places, with why each has none."""
+    places: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        places.setdefault(reason, []).append(path)
+    looked = ", ".join(f"{', '.join(paths)} ({reason})" for reason, paths in places.items())
+    return DaemonUnreachableError(f"no daemon at {looked}: start one with `shmserve start --data PATH`")

@@ -55,13 +55,24 @@ __all__ = [
     "SourceFormatError",
     "SourceNotFoundError",
     "VocabularyError",
+    "printable",
 ]
 
 
+def printable(text: str) -> str:
+    r"""Return the text as part of one line of valid UTF-8: a newline in a file's name is `\n`, an odd byte `\udcff`."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 class ShmserveError(Exception):
-    """The root of the tree; its one argument is the message."""
+    """The root of the tree; its one argument is the message, which `str` makes printable."""
 
     code: ClassVar[str] = "failed"
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class DaemonUnreachableError(ShmserveError, ConnectionError):

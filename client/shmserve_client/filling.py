@@ -37,6 +37,8 @@ class Span:
     start: int
     stop: int
     read_into: Callable[[NDArray[np.uint8], int], None]
+    origin: Callable[[int], str]
+    """Says where the byte at an offset from start comes from."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ class ValueCheck:
     stop: int
     dtype: np.dtype[Any]
     vocab_size: int
+    origin: Callable[[int], str]
+    """Says where a byte of the file comes from."""
 
     def __call__(self, window: NDArray[np.uint8], window_start: int) -> None:
         """Check the values in the file's bytes from `window_start`, while they are in the processor's cache.
 
         Raises:
-            VocabularyError: names the first value that is outside, and its position among all values.
+            VocabularyError: names the first value that is outside, its position among all values, and where it is from.
         """
         low, high = max(self.start, window_start), min(self.stop, window_start + window.nbytes)
         if low >= high:
@@ -63,8 +67,8 @@ class ValueCheck:
             first = int(np.argmax(unsigned >= self.vocab_size))
             position = (low - self.start) // self.dtype.itemsize + first
             raise VocabularyError(
-                f"token id {values[first]} at position {position} is outside the vocabulary [0, {self.vocab_size}): "
-                "the data, the dtype or --vocab-size is wrong"
+                f"token id {values[first]} at position {position} is outside the vocabulary [0, {self.vocab_size}) "
+                f"({self.origin(low + first * self.dtype.itemsize)}): the data, the dtype or --vocab-size is wrong"
             )
 
 
@@ -115,10 +119,6 @@ class Filling:
             raise min(self._failures, key=itemgetter(0))[1]
         if self._next_start < self._stop:
             raise CancelledError("loading was cancelled")
-
-    def huge_nbytes(self) -> int:
-        """Return how many bytes of the file are on huge pages, however they came there."""
-        return self._mapping.huge_nbytes()
 
     def _fill_windows(self) -> None:
         while (start := self._take_window()) is not None:

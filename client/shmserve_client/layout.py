@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import math
 import struct
-import types
-import typing
 import zlib
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from functools import cache
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final
 
 import msgpack
 import numpy as np
 
 from .errors import SegmentFormatError
+from .records import typed, unpack
 
 __all__ = [
     "ARRAY_ALIGNMENT",
@@ -32,6 +31,8 @@ __all__ = [
     "HEADER",
     "LAYOUT_VERSION",
     "MAGIC",
+    "MAX_DIMENSIONS",
+    "MAX_ITEMS",
     "NONCE_NBYTES",
     "Array",
     "Column",
@@ -41,6 +42,7 @@ __all__ = [
     "decode_description",
     "decode_header",
     "encode_prefix",
+    "is_shape",
     "place_arrays",
 ]
 
@@ -55,6 +57,8 @@ ARRAY_ALIGNMENT: Final = 64
 DATA_ALIGNMENT: Final = 2 << 20
 MAX_DESCRIPTION_NBYTES: Final = 64 << 20
 MAX_DIMENSIONS: Final = 32
+MAX_ITEMS: Final = 1 << 59
+"""The items of an array are fewer, an empty axis counted as one: so numpy counts them, in bytes and in 64 bits."""
 
 DTYPES: Final = {
     # By way of its string: newbyteorder alone gives a dtype whose memoryviews have a format that Python cannot index.
@@ -103,7 +107,7 @@ class SourceRecord:
     """Where a segment's bytes came from; what decides whether a later start may adopt it."""
 
     key: str
-    """`source_key` of the data paths and of the options that change bytes: the same question asked again."""
+    """Hash of the format, the dtype option and the files' device, inode, size and mtime."""
     fingerprint: str
     """Hash of the options and of each file's path, size, mtime_ns and inode: the same answer, however it was asked."""
     data: tuple[str, ...]
@@ -250,37 +254,10 @@ def decode_description(packed: bytes, header: Header) -> Description:
     """
     if len(packed) != header.description_nbytes or zlib.crc32(packed) != header.description_crc32:
         raise SegmentFormatError("segment is damaged: the description does not match its checksum")
-    try:
-        fields = msgpack.unpackb(packed, raw=False, strict_map_key=True)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise SegmentFormatError(f"segment description is not msgpack: {type(error).__name__}: {error}") from error
-    description: Description = _typed(Description, fields, "description")
+    fields = unpack(packed, SegmentFormatError, "segment description")
+    description: Description = typed(Description, fields, "segment description", SegmentFormatError)
     _check(description, header)
     return description
-
-
-def _typed(hint: Any, value: Any, where: str) -> Any:
-    """Return what msgpack gave as the type that `hint` declares, records and all; nothing is converted or guessed."""
-    origin, of = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        return None if value is None else _typed(of[0], value, where)
-    if origin is tuple and type(value) is list:
-        return tuple(_typed(of[0], item, f"{where}[{number}]") for number, item in enumerate(value))
-    if origin is dict and type(value) is dict:
-        return {_typed(str, name, where): _typed(of[1], item, f"{where}[{name!r}]") for name, item in value.items()}
-    if isinstance(hint, type) and is_dataclass(hint) and type(value) is dict:
-        hints = _type_hints(hint)
-        if value.keys() != hints.keys():
-            raise SegmentFormatError(f"segment description is malformed: {where} has missing or unknown fields")
-        return hint(**{name: _typed(hints[name], value[name], f"{where}.{name}") for name in hints})
-    if type(value) is not hint:
-        raise SegmentFormatError(f"segment description is malformed: {where} is a {type(value).__name__}")
-    return value
-
-
-@cache
-def _type_hints(record: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(record)
 
 
 def _check(description: Description, header: Header) -> None:
@@ -288,7 +265,7 @@ def _check(description: Description, header: Header) -> None:
     for array in description.all_arrays():
         if array.dtype not in DTYPES:
             raise SegmentFormatError(f"segment has an array of the unknown dtype {array.dtype!r}")
-        if not _is_shape(array.shape):
+        if not is_shape(array.shape):
             raise SegmentFormatError(f"segment has an array of the shape {array.shape[:MAX_DIMENSIONS]}")
         if array.offset % ARRAY_ALIGNMENT or array.offset < end_of_previous:
             raise SegmentFormatError(f"segment has an array at offset {array.offset}, unaligned or inside another")
@@ -308,9 +285,9 @@ def _check(description: Description, header: Header) -> None:
             raise SegmentFormatError(f"column {column.name!r} contradicts the {count} samples of its dataset")
 
 
-def _is_shape(shape: tuple[int, ...]) -> bool:
+def is_shape(shape: Sequence[int]) -> bool:
     """Return whether numpy can have the shape, for any dtype; it counts an empty axis as if it had one item."""
-    return len(shape) <= MAX_DIMENSIONS and min(shape, default=0) >= 0 and math.prod(n or 1 for n in shape) < 1 << 59
+    return len(shape) <= MAX_DIMENSIONS and min(shape, default=0) >= 0 and math.prod(n or 1 for n in shape) < MAX_ITEMS
 
 
 def _consistent(column: Column, count: int) -> bool:

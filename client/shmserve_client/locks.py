@@ -15,14 +15,14 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["READERS", "AttachedProcess", "attached_processes", "mark_attached", "take_owner_lock"]
+__all__ = ["FLOCK", "READERS", "AttachedProcess", "attached_processes", "is_at", "mark_attached", "take_owner_lock"]
 
 READERS: Final = 1 << 62
 """The byte of a reader is `READERS + (inode of its pid namespace << 22) + pid`; pids are below 2^22."""
 _PID_BITS: Final = 22
 _F_OFD_GETLK: Final = 36  # Linux; no Python has names for them
 _F_OFD_SETLK: Final = 37
-_FLOCK: Final = struct.Struct("hhqqi4x")
+FLOCK: Final = struct.Struct("hhqqi4x")
 """The kernel's struct flock on 64-bit machines: type, whence, start, length (0: without end), pid."""
 
 
@@ -46,10 +46,18 @@ def take_owner_lock(fd: int) -> bool:
     return True
 
 
+def is_at(fd: int, path: str) -> bool:
+    """Return whether `path` still names the file of `fd`, rather than nothing or one made since."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
 def mark_attached(fd: int) -> None:
     """Count this process as attached for as long as the description of `fd`, its own, is open or mapped."""
     byte = READERS + (_own_pid_namespace() << _PID_BITS) + os.getpid()
-    fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
+    fcntl.fcntl(fd, _F_OFD_SETLK, FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
 
 
 def attached_processes(fd: int) -> list[AttachedProcess]:
@@ -76,8 +84,8 @@ def attached_processes(fd: int) -> list[AttachedProcess]:
 def _conflicting_lock(fd: int, start: int, stop: int) -> tuple[int, int] | None:
     """Return the range `[start, stop)` of some lock that a write lock on the given range would run into, or None."""
     length = 0 if stop == 1 << 63 else stop - start
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    kind, _, lock_start, lock_length, _ = _FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, asked))
+    asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    kind, _, lock_start, lock_length, _ = FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, asked))
     if kind == fcntl.F_UNLCK:
         return None
     return lock_start, lock_start + lock_length if lock_length else 1 << 63

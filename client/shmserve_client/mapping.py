@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -97,8 +98,14 @@ def map_shared(fd: int, nbytes: int) -> Mapping:
     return _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
 
 
-def map_locked(fd: int, nbytes: int) -> Mapping:
-    """Return a read-only mapping that keeps the file's first `nbytes` bytes in memory, never swapped, while it lives.
+def map_locked(fd: int, nbytes: int, *, ranges: Sequence[tuple[int, int]]) -> Mapping:
+    """Return a read-only mapping of the file's first `nbytes` bytes that keeps some in memory, never swapped.
+
+    Args:
+        fd: the file.
+        nbytes: up to its end.
+        ranges: the half-open ranges of bytes to keep while the mapping lives, each from a page's start. A hole in
+            them is filled with zeros, and takes memory from then on.
 
     Raises:
         OSError: the kernel refuses to lock so much.
@@ -106,8 +113,9 @@ def map_locked(fd: int, nbytes: int) -> Mapping:
     """
     # Shared: to lock a private mapping is to copy it.
     mapping = _map(fd, nbytes, mmap.PROT_READ, mmap.MAP_SHARED)
-    if _libc.mlock(mapping.address, nbytes):
-        raise _os_error()
+    for start, stop in ranges:
+        if stop > start and _libc.mlock(mapping.address + start, stop - start):
+            raise _os_error()
     return mapping
 
 

@@ -7,13 +7,18 @@ import fcntl
 import os
 import resource
 import warnings
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .errors import OutOfSharedMemoryError, SegmentFormatError, SegmentNotFoundError
-from .locks import take_owner_lock
+from .layout import DESCRIPTION_OFFSET, DTYPES, Array
+from .locks import is_at, take_owner_lock
 from .mapping import HUGE_PAGE_NBYTES, Mapping, map_locked, map_private
-from .segment import file_identity, open_segment, read_prefix
+from .segment import open_segment, read_prefix
 
-__all__ = ["OwnedSegment", "adopt_segment", "share_with_group"]
+__all__ = ["OwnedSegment", "adopt_segment", "set_readers"]
 
 
 class OwnedSegment:
@@ -33,26 +38,28 @@ class OwnedSegment:
 
     _closed = True  # until the constructor has taken over the descriptor
 
-    def __init__(self, fd: int, path: str, *, huge_nbytes: int, refusal_errno: int = 0) -> None:
+    def __init__(self, fd: int, path: str, *, refusal_errno: int = 0) -> None:
         """Take over `fd`, which holds the owner's lock; `write_segment` and `adopt_segment` call this."""
         self.fd = fd
         self.path = path
         self.header, self.description = read_prefix(fd)
-        self.huge_nbytes = huge_nbytes
-        can_be_huge = (self.header.total_nbytes - self.header.data_offset) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
-        self.huge_refusal = _huge_refusal(can_be_huge - huge_nbytes, refusal_errno)
-        self._identity = file_identity(fd)
+        data_offset, total_nbytes = self.header.data_offset, self.header.total_nbytes
+        self._mapping: Mapping | None = map_private(fd, total_nbytes)
+        self._mapping.bytes[data_offset::HUGE_PAGE_NBYTES].sum()  # only what was touched can be seen to be huge
+        self.huge_nbytes = self._mapping.huge_nbytes()
+        can_be_huge = (total_nbytes - data_offset) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
+        self.huge_refusal = _huge_refusal(can_be_huge - self.huge_nbytes, refusal_errno)
         self._unlinked = False
         self._locked: Mapping | None = None
         self._closed = False
 
     def name_exists(self) -> bool:
-        """Return whether the segment can still be found under its path."""
-        try:
-            status = os.lstat(self.path)
-        except FileNotFoundError:
-            return False
-        return (status.st_dev, status.st_ino) == self._identity
+        """Return whether the segment, until `close`, can still be found under its path."""
+        return is_at(self.fd, self.path)
+
+    def array(self, array: Array) -> NDArray[Any]:
+        """Return `array` of the description: the owner's own view, until `close`, which does not count as attached."""
+        return np.ndarray(array.shape, DTYPES[array.dtype], buffer=np.asarray(self._mapping), offset=array.offset)
 
     def lock_pages(self) -> None:
         """Keep the segment from being swapped until `close`.
@@ -60,14 +67,16 @@ class OwnedSegment:
         Raises:
             OutOfSharedMemoryError: this user may not lock so much memory.
         """
-        nbytes = self.header.total_nbytes
+        head_nbytes = DESCRIPTION_OFFSET + self.header.description_nbytes
+        data_offset, nbytes = self.header.data_offset, self.header.total_nbytes
         try:
-            self._locked = map_locked(self.fd, nbytes)
+            # What is between them is a hole, which locking would fill.
+            self._locked = map_locked(self.fd, nbytes, ranges=((0, head_nbytes), (data_offset, nbytes)))
         except OSError as error:
             limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             raise OutOfSharedMemoryError(
-                f"cannot lock the segment's {nbytes} bytes in memory, the limit is {limit} bytes ({error.strerror}): "
-                "raise it (ulimit -l; docker: --ulimit memlock=-1), or start without --lock"
+                f"cannot lock the segment's {nbytes - data_offset} bytes in memory, the limit is {limit} bytes "
+                f"({error.strerror}): raise it (ulimit -l; docker: --ulimit memlock=-1), or start without --lock"
             ) from error
 
     def unlink(self) -> None:
@@ -85,7 +94,7 @@ class OwnedSegment:
         if self._closed:
             return
         self._closed = True
-        self._locked = None
+        self._locked = self._mapping = None
         fcntl.flock(self.fd, fcntl.LOCK_UN)  # a mapping made from fd would hold it on
         os.close(self.fd)
 
@@ -100,7 +109,7 @@ def adopt_segment(path: str, *, gid: int | None = None) -> OwnedSegment | None:
 
     Args:
         path: of a segment of this user.
-        gid: a group that may read the segment from now on.
+        gid: a group that may read the segment from now on; None for this user alone.
 
     Raises:
         SegmentFormatError: not a segment that this version reads, or another user's.
@@ -116,21 +125,19 @@ def adopt_segment(path: str, *, gid: int | None = None) -> OwnedSegment | None:
             return None
         if os.fstat(fd).st_nlink == 0:  # its owner removed it before the lock came free
             raise SegmentNotFoundError(f"the segment at {path} is gone")
-        header, _ = read_prefix(fd)
-        if gid is not None:
-            share_with_group(fd, gid)
-        mapping = map_private(fd, header.total_nbytes)
-        mapping.bytes[header.data_offset :: HUGE_PAGE_NBYTES].sum()  # only what was touched can be seen to be huge
-        return OwnedSegment(fd, path, huge_nbytes=mapping.huge_nbytes())
+        read_prefix(fd)  # what is no segment is not given to anybody
+        set_readers(fd, gid)
+        return OwnedSegment(fd, path)
     except BaseException:
         os.close(fd)
         raise
 
 
-def share_with_group(fd: int, gid: int) -> None:
-    """Let the group read the segment."""
-    os.fchown(fd, -1, gid)
-    os.fchmod(fd, 0o440)
+def set_readers(fd: int, gid: int | None) -> None:
+    """Let this user read the segment and, unless it is None, the group `gid`; nobody else, whoever could before."""
+    if gid is not None:
+        os.fchown(fd, -1, gid)
+    os.fchmod(fd, 0o400 if gid is None else 0o440)
 
 
 def _huge_refusal(small_nbytes: int, refusal_errno: int) -> str:

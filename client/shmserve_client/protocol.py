@@ -7,14 +7,14 @@ wrongly typed field, and anything larger than the limits is a ProtocolError. Not
 
 from __future__ import annotations
 
-import types
 import typing
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
 import msgpack
 
 from .errors import ERROR_CLASSES, ProtocolError, ShmserveError
+from .records import MAX_ITEMS, shown, typed, unpack
 
 __all__ = [
     "MAX_INDICES",
@@ -52,6 +52,8 @@ MAX_INDICES: Final = 65_536
 """The most indices in one lookup; a client splits a longer batch."""
 MAX_REQUEST_NBYTES: Final = MAX_INDICES * 8 + 4096
 MAX_REPLY_NBYTES: Final = 16 << 20
+_MAX_REQUEST_ITEMS: Final = 16
+_MAX_FAILURE_LENGTH: Final = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,16 @@ class List:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Where is the segment of `name`, or of `source_key`, or (both None) of the only dataset? Answered by Attached."""
+    """Where is the segment of `name`, or of `source_key`, or (both None) of the only dataset? Answered by Attached.
+
+    `source_key` is the hash of a source's files as they are now (`shmserve.sources.Resolved.key`), so files that were
+    changed since they were loaded have another one. With it, `vocab_size` is what the dataset must have been checked
+    against; None for a dataset that was checked against any, or none.
+    """
 
     name: str | None = None
     source_key: str | None = None
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,36 +145,37 @@ class Offsets:
     nbytes: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetStatus:
-    """One dataset as the daemon sees it; the sizes are in bytes."""
+    """One dataset as the daemon sees it; the sizes are in bytes. The defaults are for what is not known yet."""
 
     name: str
-    state: str
+    state: str = "loading"
     """"loading", "ready" or "failed"."""
-    format: str
+    format: str = ""
     data: list[str]
-    num_samples: int
-    stream: bool
+    num_samples: int = 0
+    stream: bool = False
     """Whether it is a flat token file: `num_samples` then counts tokens, and a client must give a block_size."""
-    segment_nbytes: int
+    segment_nbytes: int = 0
     """The memory that the segment takes; while it loads, what its arrays need, or 0 until that is known."""
-    loaded_nbytes: int
-    huge_nbytes: int
+    loaded_nbytes: int = 0
+    huge_nbytes: int = 0
     """Of the segment, how many bytes lie on huge pages."""
-    path: str
-    generation: int
-    adopted: bool
-    load_seconds: float
-    source_changed: bool
-    attached_pids: list[int]
+    path: str = ""
+    generation: int = 0
+    adopted: bool = False
+    load_seconds: float = 0.0
+    source_changed: bool = False
+    """Whether the files differed from what was loaded when the daemon last looked, a few seconds ago."""
+    attached_pids: list[int] = field(default_factory=list)
     """Processes of the daemon's pid namespace that have the segment mapped."""
-    attached_elsewhere: int
+    attached_elsewhere: int = 0
     """How many processes of other pid namespaces have it mapped."""
     block_size: int
     stride: int
-    notes: list[str]
-    error: str
+    notes: list[str] = field(default_factory=list)
+    error: str = ""
     """Why it failed, else empty."""
 
 
@@ -221,44 +230,41 @@ _OPS: Final[dict[type[Any], str]] = {
 
 
 def encode(message: Message, request_id: int) -> bytes:
-    """Return the frame of one message."""
-    frame: bytes = msgpack.packb(
-        {"v": PROTOCOL_VERSION, "id": request_id, "op": _OPS[type(message)], **_to_fields(message)}, use_bin_type=True
-    )
+    """Return the frame of one message. What is not Unicode in its strings, as in a file's name, is escaped.
+
+    Raises:
+        ProtocolError: it does not fit into a frame: a number beyond 64 bits, or more than MAX_REPLY_NBYTES.
+    """
+    op = _OPS[type(message)]
+    envelope = {"v": PROTOCOL_VERSION, "id": request_id, "op": op, **asdict(message)}
+    try:
+        frame: bytes = msgpack.packb(envelope, use_bin_type=True, unicode_errors="backslashreplace")
+    except (ValueError, OverflowError) as error:
+        raise ProtocolError(f"the {op} message cannot be sent: {error}") from error
+    if len(frame) > MAX_REPLY_NBYTES:
+        raise ProtocolError(f"the {op} message has {len(frame)} bytes, over the limit of {MAX_REPLY_NBYTES}")
     return frame
-
-
-def _to_fields(record: Any) -> dict[str, Any]:
-    return {f.name: _to_wire(getattr(record, f.name)) for f in fields(record)}
-
-
-def _to_wire(value: Any) -> Any:
-    if is_dataclass(value):
-        return _to_fields(value)
-    if isinstance(value, list):
-        return [_to_wire(item) for item in value]
-    return value
 
 
 def decode_request(frame: bytes) -> tuple[int, Request]:
     """Return (request id, request) of a frame that arrived on the clients' socket. Raises ProtocolError."""
-    return _decode(frame, MAX_REQUEST_NBYTES, _REQUESTS)
+    return _decode(_unpack(frame, MAX_REQUEST_NBYTES, _MAX_REQUEST_ITEMS), _REQUESTS)
 
 
 def decode_control(frame: bytes) -> tuple[int, Control]:
     """Return (request id, request) of a frame that arrived on the owner's socket. Raises ProtocolError."""
-    return _decode(frame, MAX_REQUEST_NBYTES, _CONTROLS)
+    return _decode(_unpack(frame, MAX_REQUEST_NBYTES, _MAX_REQUEST_ITEMS), _CONTROLS)
 
 
 def decode_reply(frame: bytes) -> tuple[int, Reply]:
     """Return (request id, reply) of a frame that arrived at a client. Raises ProtocolError."""
-    return _decode(frame, MAX_REPLY_NBYTES, _REPLIES)
+    return _decode(_unpack(frame, MAX_REPLY_NBYTES, MAX_ITEMS), _REPLIES)
 
 
 def request_id_of(frame: bytes) -> int:
     """Return the id of a frame that could not be decoded, so that the failure finds its asker; 0 without one."""
     try:
-        envelope = _unpack(frame, MAX_REQUEST_NBYTES)
+        envelope = _unpack(frame, MAX_REQUEST_NBYTES, _MAX_REQUEST_ITEMS)
     except ProtocolError:
         return 0
     request_id = envelope.get("id")
@@ -271,65 +277,32 @@ _CONTROLS: Final[_Kinds] = {_OPS[Stop]: Stop}
 _REPLIES: Final[_Kinds] = {_OPS[kind]: kind for kind in typing.get_args(Reply)}
 
 
-def _unpack(frame: bytes, limit: int) -> dict[str, Any]:
+def _unpack(frame: bytes, limit: int, max_items: int) -> dict[str, Any]:
     if len(frame) > limit:
         raise ProtocolError(f"message of {len(frame)} bytes is over the limit of {limit}")
-    try:
-        envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"message is not msgpack: {type(error).__name__}: {error}") from error
-    if type(envelope) is not dict:
-        raise ProtocolError(f"message is a {type(envelope).__name__}, not a map")
-    return envelope
+    return unpack(frame, ProtocolError, "message", max_items=max_items)
 
 
-def _decode(frame: bytes, limit: int, kinds: _Kinds) -> tuple[int, Any]:
-    envelope = _unpack(frame, limit)
+def _decode(envelope: dict[str, Any], kinds: _Kinds) -> tuple[int, Any]:
     version, request_id, op = (envelope.pop(key, None) for key in ("v", "id", "op"))
     if version != PROTOCOL_VERSION or type(version) is not int:
         raise ProtocolError(
-            f"message of protocol version {version!r}, this side speaks version {PROTOCOL_VERSION}: "
+            f"message of protocol version {shown(version)}, this side speaks version {PROTOCOL_VERSION}: "
             "use the same shmserve version in the daemon and in training"
         )
     if type(request_id) is not int or not 0 <= request_id < 1 << 63:
-        raise ProtocolError(f"message with the id {request_id!r}: it must be an integer in [0, 2^63)")
+        raise ProtocolError(f"message with the id {shown(request_id)}: it must be an integer in [0, 2^63)")
     kind = kinds.get(op) if type(op) is str else None
     if kind is None:
-        raise ProtocolError(f"message with the op {op!r}: this socket takes {', '.join(sorted(kinds))}")
-    return request_id, _from_fields(kind, envelope)
-
-
-_FIELD_TYPES: Final = {kind: typing.get_type_hints(kind) for kind in (*_OPS, DatasetStatus)}
-
-
-def _from_fields(kind: type[Any], values: dict[str, Any]) -> Any:
-    types_by_name = _FIELD_TYPES[kind]
-    if values.keys() != types_by_name.keys():
-        different = sorted(values.keys() ^ types_by_name.keys())
-        raise ProtocolError(f"{kind.__name__} message with missing or unknown fields: {', '.join(map(str, different))}")
-    return kind(**{name: _from_wire(kind, name, hint, values[name]) for name, hint in types_by_name.items()})
-
-
-def _from_wire(kind: type[Any], name: str, hint: Any, value: Any) -> Any:
-    if typing.get_origin(hint) is types.UnionType:
-        if value is None:
-            return None
-        (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
-    if typing.get_origin(hint) is list and type(value) is list:
-        (item_hint,) = typing.get_args(hint)
-        return [_from_wire(kind, name, item_hint, item) for item in value]
-    if is_dataclass(hint) and isinstance(hint, type) and type(value) is dict:
-        return _from_fields(hint, value)
-    if type(value) is not hint:
-        raise ProtocolError(f"{kind.__name__} message: {name} is a {type(value).__name__}, expected {hint}")
-    return value
+        raise ProtocolError(f"message with the op {shown(op)}: this socket takes {', '.join(sorted(kinds))}")
+    return request_id, typed(kind, envelope, _OPS[kind], ProtocolError)
 
 
 def failure_from(error: ShmserveError) -> Failure:
     """Return the message that tells a client of `error`."""
-    return Failure(error.code, str(error))
+    return Failure(error.code, str(error)[:_MAX_FAILURE_LENGTH])
 
 
 def error_from(failure: Failure) -> ShmserveError:
     """Return the exception that a client raises for `failure`; a code of a newer daemon gives the root class."""
-    return ERROR_CLASSES.get(failure.code, ShmserveError)(failure.message)
+    return ERROR_CLASSES.get(failure.code, ShmserveError)(failure.message[:_MAX_FAILURE_LENGTH])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from .errors import (
     BlockSizeError,
@@ -24,7 +24,7 @@ from .errors import (
     SampleTypeError,
     SegmentFormatError,
 )
-from .layout import Array, Column, Description
+from .layout import Array, Column, Description, is_shape
 
 __all__ = ["Int64s", "Samples", "find_column", "open_samples"]
 
@@ -86,11 +86,22 @@ class Samples(ABC):
             raise self._out_of_range(number)
         return position
 
-    def positions(self, indices: ArrayLike) -> Int64s:
-        """Return 1-d `indices` as `position` does, at once. Raises as it does."""
-        given = np.asarray(indices)
+    def positions(self, indices: Any) -> Int64s:
+        """Return what `position` does for each of `indices`: a 1-d array or tensor, or anything that is iterated.
+
+        Raises:
+            SampleIndexError: no sample has one of them.
+            SampleTypeError: they are not integers, or an array of booleans, which would mean a mask elsewhere.
+        """
+        given = np.asarray(indices) if hasattr(indices, "__array__") else None
+        if given is None or given.dtype.kind == "O":
+            try:
+                each = iter(indices)
+            except TypeError:
+                raise _not_indices(indices) from None
+            return np.array([self.position(index) for index in each], np.int64)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-            raise _not_an_index(indices)
+            raise _not_indices(indices)
         outside = np.flatnonzero((given < -self.count) | (given >= self.count))
         if outside.size:
             raise self._out_of_range(int(given[outside[0]]))
@@ -281,7 +292,7 @@ def _shape_of(name: str, index: int, length: int, shapes: Int64s, shape_offsets:
     if not 0 <= start <= stop <= len(shapes):
         raise _misshapen(name, index, length, f"[{start}, {stop}) of {len(shapes)} extents")
     shape: list[int] = shapes[start:stop].tolist()
-    if math.prod(shape) != length or any(extent < 0 for extent in shape):
+    if math.prod(shape) != length or not is_shape(shape):
         raise _misshapen(name, index, length, shape)
     return shape
 
@@ -298,6 +309,10 @@ def _misshapen(name: str, index: int, length: int, shape: object) -> SegmentForm
 
 def _not_an_index(index: object) -> SampleTypeError:
     return SampleTypeError(f"{_brief(index)} is no index: samples are indexed by integers, and slices of them")
+
+
+def _not_indices(indices: object) -> SampleTypeError:
+    return SampleTypeError(f"{_brief(indices)} is no list of indices: give integers, or a 1-d array of them")
 
 
 def _brief(value: object) -> str:
@@ -346,7 +361,7 @@ def open_samples(
     if description.stream:
         raise BlockSizeError(
             f"dataset {description.name!r} is a stream of {math.prod(chosen.values.shape)} items without samples of "
-            "its own: give block_size="
+            "its own: give a block_size (--block-size)"
         )
     if chosen.offsets is None:
         return _Fixed(chosen, array)

@@ -18,7 +18,7 @@ from .layout import DESCRIPTION_OFFSET, DTYPES, HEADER, Array, Description, Head
 from .locks import mark_attached
 from .mapping import map_private
 
-__all__ = ["Segment", "file_identity", "open_segment", "read_prefix", "segment_filename"]
+__all__ = ["Segment", "open_segment", "read_prefix", "segment_filename"]
 
 _MAX_SLUG: Final = 64
 
@@ -44,8 +44,9 @@ def open_segment(path: str) -> int:
             f"no segment at {path}: its daemon has ended, or this process has another shm directory than the daemon "
             "(containers: share it with --ipc or a common volume)"
         ) from error
-    except OSError as error:
-        raise SegmentNotFoundError(f"cannot open the segment at {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: the path holds a NUL
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SegmentNotFoundError(f"cannot open the segment at {path!r}: {reason}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise SegmentFormatError(f"{path} is not a regular file, so not a segment")
@@ -58,11 +59,14 @@ def read_prefix(fd: int) -> tuple[Header, Description]:
     Raises:
         SegmentFormatError: not a segment, damaged, or of another layout version.
     """
-    header = decode_header(os.pread(fd, HEADER.size, 0), os.fstat(fd).st_size)
-    return header, decode_description(os.pread(fd, header.description_nbytes, DESCRIPTION_OFFSET), header)
+    try:
+        header = decode_header(os.pread(fd, HEADER.size, 0), os.fstat(fd).st_size)
+        return header, decode_description(os.pread(fd, header.description_nbytes, DESCRIPTION_OFFSET), header)
+    except OSError as error:
+        raise SegmentFormatError(f"not a segment: it cannot be read: {error.strerror}") from error
 
 
-def file_identity(fd: int) -> tuple[int, int]:
+def _identity(fd: int) -> tuple[int, int]:
     """Return what tells the open file from all others: its device and inode."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
@@ -80,7 +84,7 @@ class Segment:
         weakref.finalize(self, os.close, fd).atexit = False  # at exit others may still read views
         self.path = path
         self._fd = fd  # kept for forked children, which open the file again through it
-        self._identity = file_identity(fd)
+        self._identity = _identity(fd)
         self.header, self.description = read_prefix(fd)
         if self.header.nonce != nonce:
             raise SegmentNotFoundError(
@@ -105,9 +109,6 @@ class Segment:
                 segment = _attached[path, nonce] = cls(path, nonce)
             return segment
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Segment.attach, (self.path, self.header.nonce)
-
     @property
     def writable(self) -> bool:
         """True where views can be written to, in private; False where the kernel allows reading only."""
@@ -124,7 +125,7 @@ class Segment:
 
     def _count_forked_child(self) -> None:
         """Take a lock of this process's own: the inherited description has the parent's, and shares its life."""
-        if file_identity(self._fd) != self._identity:
+        if _identity(self._fd) != self._identity:
             raise OSError(errno.EBADF, "its descriptor was closed by other code")
         own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -34,20 +34,28 @@ def tensor_maker(stored: np.dtype[Any], dtype: DtypeOption, *, private: bool) ->
         private: whether each tensor has memory of its own. Else it aliases the view if its dtype is the stored one.
 
     Raises:
-        ConfigError: `dtype` is none of these, or real where the stored one is complex.
+        ConfigError: `dtype` is none of these, nothing that torch converts to, or real where the stored one is complex.
     """
     if dtype == "stored":
         return _same_dtype(private)
     if dtype is None:
         return _converting(stored, np.dtype(np.int64)) if stored in _WITHOUT_ARITHMETIC else _same_dtype(private)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype {dtype!r}: give None, 'stored', or a torch dtype such as torch.int64")
+        raise ConfigError(
+            f"dtype {dtype!r}: give None, 'stored', or a torch dtype such as torch.int64, for the tensors; what files "
+            "without a header hold is stored_dtype= of from_path, and --dtype of the daemon"
+        )
     if stored.kind == "c" and not dtype.is_complex:
         raise ConfigError(f"dtype {dtype}: the data is {stored.name}, which has no such value")
     try:
         target = torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:  # a dtype that numpy lacks, such as bfloat16
-        return _converting_in_torch(tensor_maker(stored, None, private=private), dtype)
+    except (TypeError, RuntimeError):  # a dtype that numpy lacks, such as bfloat16
+        make = _converting_in_torch(tensor_maker(stored, None, private=private), dtype)
+        try:
+            make(np.zeros(1, stored), 0)
+        except (TypeError, RuntimeError) as error:
+            raise ConfigError(f"dtype {dtype}: torch does not convert {stored.name} to it") from error
+        return make
     return _same_dtype(private) if target == stored else _converting(stored, target)
 
 

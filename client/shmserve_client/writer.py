@@ -20,12 +20,22 @@ from numpy.typing import NDArray
 from .admission import check_room, shortage
 from .errors import ConfigError, VocabularyError
 from .filling import Filling, Span, ValueCheck
-from .layout import DTYPES, NONCE_NBYTES, Array, Column, Description, encode_prefix, place_arrays
+from .layout import (
+    DESCRIPTION_OFFSET,
+    DTYPES,
+    NONCE_NBYTES,
+    Array,
+    Description,
+    decode_description,
+    decode_header,
+    encode_prefix,
+    place_arrays,
+)
 from .locks import take_owner_lock
-from .owned import OwnedSegment, adopt_segment, share_with_group
+from .owned import OwnedSegment, set_readers
 from .segment import segment_filename
 
-__all__ = ["OwnedSegment", "Piece", "Values", "adopt_segment", "write_segment"]
+__all__ = ["Piece", "Values", "write_segment"]
 
 
 class Piece(ABC):
@@ -44,6 +54,10 @@ class Piece(ABC):
         Raises:
             SourceFormatError: the source has changed since it was planned.
         """
+
+    def origin(self, start: int) -> str:
+        """Return where the byte `start` of the piece comes from, for people; "" where that says nothing."""
+        return ""
 
 
 class Values(Piece):
@@ -88,16 +102,19 @@ def write_segment(
         CancelledError: `cancelled` was set (`concurrent.futures.CancelledError`).
         ConfigError: no segment can be created in `shm_dir`.
         OutOfSharedMemoryError: it does not fit, found before loading wherever possible.
+        SegmentFormatError: the description is one that no reader would accept.
         SourceFormatError: a source file has changed or cannot be read.
         VocabularyError: a value outside the vocabulary; the first of all is named.
     """
     placed, data_offset, total_nbytes = place_arrays(description)
     spans = _spans(placed.all_arrays(), pieces)
-    check = None if vocab_size is None else _value_check(placed.columns[0], vocab_size)
+    check = None if vocab_size is None else _value_check(placed, spans, vocab_size)
     nonce = secrets.token_bytes(NONCE_NBYTES)
     prefix = encode_prefix(
         placed, data_offset=data_offset, total_nbytes=total_nbytes, nonce=nonce, generation=generation
     )
+    # Judged as a reader will judge it, before there is anything to take back.
+    decode_description(prefix[DESCRIPTION_OFFSET:], decode_header(prefix, total_nbytes))
     # The rest up to the data is a hole, which takes no memory, so that a tiny dataset stays tiny.
     needed_nbytes = _whole_pages(len(prefix)) + _whole_pages(total_nbytes - data_offset)
     fd = _open_unnamed(shm_dir)
@@ -116,18 +133,24 @@ def write_segment(
         )
         filling.run()
         os.pwrite(fd, prefix, 0)
-        if gid is not None:
-            share_with_group(fd, gid)
-        huge_nbytes = filling.huge_nbytes()
+        set_readers(fd, gid)
         path = os.path.join(shm_dir, segment_filename(description.name, nonce))
         _link(fd, path)
-        return OwnedSegment(fd, path, huge_nbytes=huge_nbytes, refusal_errno=filling.refusal_errno)
+        try:
+            return OwnedSegment(fd, path, refusal_errno=filling.refusal_errno)
+        except BaseException:
+            os.unlink(path)
+            raise
     except BaseException as error:
-        os.ftruncate(fd, 0)  # now, and not when the last traceback that refers to the mapping is gone
-        os.close(fd)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise shortage(needed_nbytes, shm_dir) from error
-        raise
+        try:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+                # Measured while what was loaded is still there: given back, it would count as free.
+                left_nbytes = max(mmap.PAGESIZE, needed_nbytes - os.fstat(fd).st_blocks * 512)
+                raise shortage(left_nbytes, shm_dir) from error
+            raise
+        finally:
+            os.ftruncate(fd, 0)  # now, and not when the last traceback that refers to the mapping is gone
+            os.close(fd)
 
 
 def _spans(arrays: Sequence[Array], pieces: Sequence[Sequence[Piece]]) -> list[Span]:
@@ -136,18 +159,24 @@ def _spans(arrays: Sequence[Array], pieces: Sequence[Sequence[Piece]]) -> list[S
     for array, of_array in zip(arrays, pieces, strict=True):
         start = array.offset
         for piece in of_array:
-            spans.append(Span(start, start + piece.nbytes, piece.read_into))
+            spans.append(Span(start, start + piece.nbytes, piece.read_into, piece.origin))
             start += piece.nbytes
         if start != array.offset + array.nbytes:
             raise ValueError(f"pieces of {start - array.offset} bytes for an array of {array.nbytes}")
     return spans
 
 
-def _value_check(column: Column, vocab_size: int) -> ValueCheck:
-    values = column.values
+def _value_check(description: Description, spans: Sequence[Span], vocab_size: int) -> ValueCheck:
+    values = description.columns[0].values
     if DTYPES[values.dtype].kind not in "iu":
         raise VocabularyError(f"the values are {values.dtype}, not token ids: --vocab-size {vocab_size} does not apply")
-    return ValueCheck(values.offset, values.offset + values.nbytes, DTYPES[values.dtype], vocab_size)
+
+    def origin(position: int) -> str:
+        span = next(span for span in spans if span.start <= position < span.stop)
+        place = span.origin(position - span.start)
+        return f"dataset {description.name!r}" + (f", {place}" if place else "")
+
+    return ValueCheck(values.offset, values.offset + values.nbytes, DTYPES[values.dtype], vocab_size, origin)
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 could not start.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import click
@@ -14,7 +15,7 @@ from shmserve_client.version import __version__
 
 from .demo import demo
 from .inspect import inspect
-from .options import option
+from .options import Group, option
 from .owner import gc, stop
 from .query import lookup, ls, status
 from .start import start
@@ -24,7 +25,7 @@ __all__ = ["cli", "main"]
 _LEVELS = ("debug", "info", "warning", "error")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="shmserve")
 @option("--log-level", type=click.Choice(_LEVELS), default="warning", show_default=True, help="What to log on stderr.")
 def cli(log_level: str) -> None:
@@ -40,4 +41,7 @@ for command in (start, stop, status, ls, lookup, inspect, gc, demo):
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed: the next file, such as a segment, would take its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     cli(prog_name="shmserve")

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, TypeVar
 import click
 
 from shmserve_client.connection import Connection
-from shmserve_client.errors import ProtocolError, ShmserveError
+from shmserve_client.errors import ProtocolError, ShmserveError, printable
 from shmserve_client.protocol import Message
 
-__all__ = ["Command", "FailedError", "ask", "echo_json", "option"]
+__all__ = ["Answer", "Command", "FailedError", "Group", "ask", "echo_json", "option"]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Answer = TypeVar("Answer")
@@ -22,7 +22,8 @@ Answer = TypeVar("Answer")
 def option(flag: str, *others: str, **settings: Any) -> Callable[[Decorated], Decorated]:
     """Return click's option for `--flag`, which `$SHMSERVE_FLAG` sets as well."""
     name = flag.partition("/")[0].removeprefix("--")
-    return click.option(flag, *others, envvar="SHMSERVE_" + name.upper().replace("-", "_"), **settings)
+    variable = "SHMSERVE_" + name.upper().replace("-", "_")
+    return click.option(flag, *others, envvar=variable, show_envvar=True, **settings)
 
 
 class FailedError(click.ClickException):
@@ -34,10 +35,40 @@ class FailedError(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         """Write the line."""
-        click.echo(f"error: {self.message}", file=file, err=file is None)
+        click.echo(f"error: {printable(self.message)}", file=file, err=file is None)
 
 
-class Command(click.Command):
+def _misused(ctx: click.Context, error: click.UsageError) -> FailedError:
+    message = error.format_message().rstrip(".")
+    return FailedError(f"{message}: see `{ctx.command_path} --help`", error.exit_code)
+
+
+class _OneLine(click.Command):
+    """What is wrong with the arguments is one line on stderr."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; a UsageError becomes a FailedError."""
+        asks_for_help = not args
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if asks_for_help and self.no_args_is_help:
+                raise
+            raise _misused(ctx, error) from error
+
+
+class Group(_OneLine, click.Group):
+    """The commands."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Return which command the arguments mean; a UsageError becomes a FailedError."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            raise _misused(ctx, error) from error
+
+
+class Command(_OneLine):
     """A command whose errors are one line on stderr, without a traceback."""
 
     failure_exit_code: ClassVar[int] = 1

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Final
 
 import click
 
 from shmserve.config import DEFAULT_SHM_DIR
+from shmserve.endpoints import embedded_endpoints, remove_old_logs
 from shmserve.lockfile import holder_of
 from shmserve.orphans import Leftover, collect
 from shmserve.text import size
 from shmserve_client.connection import Connection
 from shmserve_client.endpoint import control_path, find_endpoint, lock_path
-from shmserve_client.errors import DaemonUnreachableError
+from shmserve_client.errors import DaemonUnreachableError, printable
 from shmserve_client.protocol import Stop, Stopping
 
 from .options import Command, ask, echo_json, option
@@ -28,7 +30,7 @@ _POLL_S: Final = 0.02
 @option("--endpoint", metavar="ENDPOINT", help="Which daemon.  [default: the first that is found]")
 def stop(endpoint: str | None) -> None:
     """Stop the daemon and remove its segments; processes that have them attached read on."""
-    path = find_endpoint(endpoint)
+    path = _find(endpoint)
     with Connection(control_path(path), _STOP_TIMEOUT_S) as connection:
         ask(connection, Stop(), Stopping)
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
@@ -39,24 +41,37 @@ def stop(endpoint: str | None) -> None:
     click.echo(f"stopped the daemon at ipc://{path}", err=True)
 
 
+def _find(endpoint: str | None) -> str:
+    try:
+        return find_endpoint(endpoint)
+    except DaemonUnreachableError as error:
+        embedded = [] if endpoint else [f"ipc://{path}" for path in embedded_endpoints()]
+        if not embedded:
+            raise
+        raise DaemonUnreachableError(
+            f"no daemon but those that from_path started, at {', '.join(embedded)}: stop one of them with --endpoint"
+        ) from error
+
+
 @click.command(cls=Command)
 @option("--shm-dir", metavar="DIR", default=DEFAULT_SHM_DIR, show_default=True, help="Where to look.")
 @option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def gc(shm_dir: str, dry_run: bool, as_json: bool) -> None:
-    """Remove your segments whose daemon has ended and that no process has attached."""
+    """Remove your segments whose daemon has ended and that no process has attached, and the logs of ended daemons."""
     collected = collect(shm_dir, dry_run=dry_run)
+    logs = remove_old_logs(dry_run=dry_run)
     if as_json:
-        echo_json(collected)
+        echo_json({**asdict(collected), "logs": logs})
         return
-    for leftover in collected.removed:
-        click.echo(f"{'would remove' if dry_run else 'removed'} {_describe(leftover)}")
+    for what in (*map(_describe, collected.removed), *map(printable, logs)):
+        click.echo(f"{'would remove' if dry_run else 'removed'} {what}")
     for leftover in collected.kept:
         pids = ", ".join(str(process.pid) for process in leftover.attached)
         click.echo(f"kept {_describe(leftover)}: attached by {pids}")
     if not collected.removed and not collected.kept:
-        click.echo(f"no orphaned segments in {shm_dir}", err=True)
+        click.echo(f"no orphaned segments in {printable(shm_dir)}", err=True)
 
 
 def _describe(leftover: Leftover) -> str:
-    return f"{leftover.path} ({size(leftover.nbytes)})"
+    return f"{printable(leftover.path)} ({size(leftover.nbytes)})"

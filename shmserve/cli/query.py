@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Final
+from typing import Final, NoReturn
 
 import click
 import numpy as np
 
+from shmserve.endpoints import embedded_endpoints
 from shmserve.text import describe_dataset, duration, percent, size
 from shmserve_client.connection import Connection
-from shmserve_client.endpoint import find_endpoint
-from shmserve_client.errors import DaemonUnreachableError
+from shmserve_client.endpoint import find_endpoint, find_endpoints, listening, log_path
+from shmserve_client.errors import DaemonUnreachableError, DatasetNotFoundError, ShmserveError, printable
 from shmserve_client.protocol import (
     MAX_INDICES,
     Attach,
@@ -21,12 +24,13 @@ from shmserve_client.protocol import (
     DatasetStatus,
     List,
     Lookup,
+    Message,
     Offsets,
     Status,
     StatusReport,
 )
 
-from .options import Command, ask, echo_json, option
+from .options import Answer, Command, ask, echo_json, option
 
 __all__ = ["lookup", "ls", "status"]
 
@@ -46,31 +50,67 @@ json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 )
 @click.pass_context
 def status(ctx: click.Context, name: str | None, endpoint: str | None, as_json: bool, wait: float) -> None:
-    """Show the daemon and its datasets. Exits with 0 only when everything (or NAME) is served."""
-    report = _wait_for_report(name, endpoint, wait)
-    is_served = all(dataset.state == "ready" for dataset in report.datasets)
+    """Show the daemon and its datasets. Exits with 0 only when everything (or NAME) is served.
+
+    Without --endpoint this is the default daemon, and those that from_path started.
+    """
+    reports, errors = _wait_for_reports(name, endpoint, wait)
+    is_served = not errors and all(dataset.state == "ready" for report in reports for dataset in report.datasets)
     if as_json:
-        echo_json({"served": is_served, **asdict(report)})
+        first, *others = map(asdict, reports)
+        echo_json({"served": is_served, **first, "others": others})
     else:
-        click.echo(_describe_report(report))
-    ctx.exit(0 if is_served else 1)
+        for report in reports:
+            click.echo(_describe_report(report))
+    _finish(ctx, errors, is_served)
 
 
-def _wait_for_report(name: str | None, endpoint: str | None, wait_s: float) -> StatusReport:
-    """Return the first report in which nothing is loading, or the last one that came within `wait_s` seconds."""
+def _wait_for_reports(
+    name: str | None, endpoint: str | None, wait_s: float
+) -> tuple[list[StatusReport], list[ShmserveError]]:
+    """Return the first reports in which nothing is loading, or the last ones that came within `wait_s` seconds."""
     deadline_s = time.monotonic() + wait_s
     while True:
+        timeout_s = max(1.0, min(_TIMEOUT_S, deadline_s - time.monotonic()))
         try:
-            with Connection(
-                find_endpoint(endpoint), max(1.0, min(_TIMEOUT_S, deadline_s - time.monotonic()))
-            ) as connection:
-                report = ask(connection, Status(name), StatusReport)
-            if time.monotonic() >= deadline_s or all(dataset.state != "loading" for dataset in report.datasets):
-                return report
+            reports, errors = _ask_all(endpoint, Status(name), StatusReport, timeout_s)
+            loading = any(dataset.state == "loading" for report in reports for dataset in report.datasets)
+            if time.monotonic() >= deadline_s or not (loading or errors):
+                return reports, errors
         except DaemonUnreachableError:
             if time.monotonic() >= deadline_s:
                 raise
         time.sleep(_POLL_S)
+
+
+def _ask_all(
+    endpoint: str | None, request: Message, kind: type[Answer], timeout_s: float
+) -> tuple[list[Answer], list[ShmserveError]]:
+    """Return the answers of the daemon at `endpoint`, or of all of this user's, and what went wrong with some of them.
+
+    Raises:
+        ShmserveError: what went wrong where nobody answered.
+    """
+    paths = [] if endpoint else [*find_endpoints()[:1], *embedded_endpoints()]
+    answers: list[Answer] = []
+    absent: list[ShmserveError] = []
+    errors: list[ShmserveError] = []
+    for path in paths or [find_endpoint(endpoint)]:
+        try:
+            with Connection(path, timeout_s) as connection:
+                answers.append(ask(connection, request, kind))
+        except ShmserveError as error:
+            has_ended = isinstance(error, DaemonUnreachableError) and not listening(path)
+            (absent if has_ended or isinstance(error, DatasetNotFoundError) else errors).append(error)
+    if not answers:
+        raise (errors + absent)[0]
+    return answers, errors
+
+
+def _finish(ctx: click.Context, errors: Sequence[ShmserveError], is_good: bool) -> NoReturn:
+    for error in errors:
+        click.echo(f"error: {error}", err=True)
+    ctx.exit(0 if is_good else 1)
 
 
 def _describe_report(report: StatusReport) -> str:
@@ -79,9 +119,11 @@ def _describe_report(report: StatusReport) -> str:
         f"daemon ipc://{report.endpoint}",
         f"  pid {report.pid}, version {report.daemon_version}, up {uptime}, {memory} of its own memory",
     ]
+    if os.path.exists(log_path(report.endpoint)):
+        lines.append(f"  log {log_path(report.endpoint)}")
     for dataset in report.datasets:
         lines += _describe_dataset(dataset)
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _describe_dataset(dataset: DatasetStatus) -> list[str]:
@@ -117,15 +159,17 @@ def _describe_attached(dataset: DatasetStatus) -> str:
 @click.command(cls=Command)
 @endpoint_option
 @json_option
-def ls(endpoint: str | None, as_json: bool) -> None:
-    """List the names of the datasets, those that are still loading included."""
-    with Connection(find_endpoint(endpoint), _TIMEOUT_S) as connection:
-        reply = ask(connection, List(), Datasets)
+@click.pass_context
+def ls(ctx: click.Context, endpoint: str | None, as_json: bool) -> None:
+    """List the names of the datasets, those that are still loading and those of from_path included."""
+    replies, errors = _ask_all(endpoint, List(), Datasets, _TIMEOUT_S)
+    names = [name for reply in replies for name in reply.names]
     if as_json:
-        echo_json(reply.names)
+        echo_json(names)
     else:
-        for name in reply.names:
-            click.echo(name)
+        for name in names:
+            click.echo(printable(name))
+    _finish(ctx, errors, not errors)
 
 
 @click.command(cls=Command)

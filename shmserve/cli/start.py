@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,16 @@ from shmserve.config import (
     read_config_file,
 )
 from shmserve.detach import start_detached
-from shmserve.progress import Progress, open_progress
+from shmserve.progress import Progress, harmless, open_progress
 from shmserve.server import Server
 from shmserve.sources.base import SourceOptions
 from shmserve.text import duration, readiness_line, size
 from shmserve_client.connection import Connection
-from shmserve_client.endpoint import default_endpoint, parse_endpoint
-from shmserve_client.errors import ShmserveError
+from shmserve_client.endpoint import default_endpoint, log_path, parse_endpoint
+from shmserve_client.errors import ShmserveError, printable
 from shmserve_client.protocol import Status, StatusReport
 
-from .options import Command, ask, option
+from .options import Command, FailedError, ask, option
 
 __all__ = ["start"]
 
@@ -65,12 +67,22 @@ def _join_data(args: Sequence[str]) -> list[str]:
     return joined
 
 
-@click.command(cls=_StartCommand)
+class _Data(click.types.StringParamType):
+    """The paths of one `--data`. The environment's value is one, whatever blanks are in it."""
+
+    name = "data"
+
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        return [rv]
+
+
+@click.command(cls=_StartCommand, context_settings={"allow_extra_args": True})
 @option(
     "--data",
+    type=_Data(),
     multiple=True,
     metavar="[NAME=]PATH...",
-    help="A dataset: file, directory, glob or prefix. Repeat for more.",
+    help="A dataset: file, directory, glob or prefix. Repeat for more; the variable holds one [NAME=]PATH.",
 )
 @option("--config", type=click.Path(path_type=Path), help="A TOML file with [datasets.NAME] tables.")
 @option("--dtype", metavar="DTYPE", help="What a file without a header holds, such as uint16.")
@@ -87,6 +99,8 @@ def _join_data(args: Sequence[str]) -> list[str]:
 @click.pass_context
 def start(ctx: click.Context, /, *, detach: bool, ready_fd: int | None, **given: Any) -> None:
     """Serve datasets until SIGTERM. Paths that follow one --data are shards of the same dataset."""
+    if ctx.args:
+        raise FailedError(f"unexpected argument {ctx.args[0]!r}: did you mean --data {shlex.quote(ctx.args[0])}?", 2)
     announcement = _Announcement(ready_fd)
     try:
         config = _daemon_config(**given)
@@ -95,7 +109,9 @@ def start(ctx: click.Context, /, *, detach: bool, ready_fd: int | None, **given:
             args = ["--log-level", log_level, "start", *ctx.meta["shmserve.args"], "--no-detach"]
             start_detached(args, config.endpoint)
             with Connection(config.endpoint, _REPLY_TIMEOUT_S) as connection:
-                click.echo(readiness_line(ask(connection, Status(), StatusReport)))
+                report = ask(connection, Status(), StatusReport)
+            _say_loaded(report, Progress(sys.stderr))
+            click.echo(readiness_line(report))
             return
         _serve(config, announcement)
     except (ShmserveError, OSError) as error:
@@ -142,8 +158,8 @@ def _serve(config: DaemonConfig, announcement: _Announcement) -> None:
     def on_ready(report: StatusReport) -> None:
         progress.close()
         _say_loaded(report, progress)
-        click.echo(readiness_line(report))
-        sys.stdout.flush()
+        with harmless(sys.stdout):
+            click.echo(readiness_line(report))
         announcement.make("ready")
 
     server = Server(config, progress, on_ready)
@@ -151,10 +167,19 @@ def _serve(config: DaemonConfig, announcement: _Announcement) -> None:
         server.run()
     finally:
         progress.close()
+    if server.lingered_out:
+        _remove_own_log(log_path(config.endpoint))
     if server.is_stuck:
         # The interpreter would wait for the loader's threads, which hang in a read of a file system that is gone.
         logging.shutdown()
         os._exit(0)
+
+
+def _remove_own_log(path: str) -> None:
+    """Remove the log of a daemon that nobody ended and nobody will ask about, if it is where this process logs."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(2)):
+            os.unlink(path)
 
 
 def _say_loaded(report: StatusReport, progress: Progress) -> None:
@@ -180,7 +205,7 @@ class _Announcement:
         if self._fd is not None:
             fd, self._fd = self._fd, None
             try:
-                os.write(fd, f"{line}\n".encode())
+                os.write(fd, f"{printable(line)}\n".encode())
             except BrokenPipeError:
                 logging.getLogger(__name__).debug("nobody waits for the start any more")
             finally:

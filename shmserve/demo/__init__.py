@@ -18,10 +18,11 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from shmserve.text import count
 from shmserve_client.errors import ConfigError
 
 from .corpus import write_corpus
-from .report import print_report
+from .report import print_report, processes
 from .runs import serving, train
 
 __all__ = ["run_demo"]
@@ -52,7 +53,7 @@ def run_demo(ranks: int = 4, workers: int = 2, steps: int = 100) -> None:
         )
         with serving(corpus.tokens_file, folder) as daemon:
             console.print(daemon.readiness, soft_wrap=True)
-            console.print(f"training on it: {ranks} ranks x {workers} workers, {steps} steps ...")
+            console.print(f"training on it: {processes(ranks, workers)}, {count(steps, 'step')} ...")
             shared = train("shmserve", daemon.endpoint, ranks, workers, steps, daemon)
         console.print("the same with a copy in each process ...")
         copied = train("copied", tokens_file, ranks, workers, steps)

@@ -6,12 +6,11 @@ them (the kernel's PSS), so that a sum over processes is real memory. Page table
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessMemory", "file_nbytes", "measure"]
+__all__ = ["ProcessMemory", "measure"]
 
 
 @dataclass(frozen=True)
@@ -23,27 +22,22 @@ class ProcessMemory:
     proportional: int
     """The private pages, and of the pages shared with n - 1 other processes (libraries) the n-th part."""
     segment: int
-    """Of the segment, how much is mapped here. It is memory of the segment, not of this process."""
+    """Of the segment, how much was touched here. It is memory of the segment, not of this process."""
     page_tables: int
 
 
 def measure(pid: int, segment: str = "") -> ProcessMemory:
     """Return what the process `pid` holds at this moment; `segment` is the path of the segment, if there is one."""
-    private = proportional = mapped = 0
+    private = proportional = touched = 0
     for name, sizes in _mappings(pid):
         if segment and name == segment:
-            mapped += sizes["Rss"] - sizes["Anonymous"]
+            touched += sizes["Rss"] - sizes["Anonymous"]
             private += sizes["Anonymous"]  # pages of it that this process wrote to are its own
             proportional += sizes["Anonymous"]
         else:
             private += sizes["Private_Clean"] + sizes["Private_Dirty"]
             proportional += sizes["Pss"]
-    return ProcessMemory(private, proportional, mapped, _page_tables(pid))
-
-
-def file_nbytes(path: str) -> int:
-    """Return the bytes that a file on a tmpfs takes up in RAM."""
-    return os.stat(path).st_blocks * 512
+    return ProcessMemory(private, proportional, touched, _page_tables(pid))
 
 
 def _mappings(pid: int) -> Iterator[tuple[str, dict[str, int]]]:

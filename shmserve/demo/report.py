@@ -9,17 +9,24 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from shmserve.text import count
+
 from .memory import ProcessMemory
 from .runs import Run
 
-__all__ = ["print_report"]
+__all__ = ["print_report", "processes"]
+
+
+def processes(ranks: int, workers: int) -> str:
+    """Return how many processes train, such as `4 ranks x 2 workers`."""
+    return f"{count(ranks, 'rank')} x {count(workers, 'worker')}" if workers else count(ranks, "rank")
 
 
 def print_report(console: Console, corpus_nbytes: int, shared: Run, copied: Run, empty: Run) -> None:
     """Print what the three runs took in all, what one process of them holds, and the ratio."""
     workers = len(shared.workers) // len(shared.ranks)
     totals = _table(
-        f"{len(shared.ranks)} ranks x {workers} workers, all processes at one moment",
+        f"{processes(len(shared.ranks), workers)}, all processes at one moment",
         ("the dataset", "RAM in all", "for the data", "samples/s", "loss of rank 0"),
     )
     for name, run in (("in shmserve", shared), ("copied", copied)):
@@ -30,7 +37,7 @@ def print_report(console: Console, corpus_nbytes: int, shared: Run, copied: Run,
 
     held = _table(
         "what one process holds, on average",
-        ("process", "private", "page tables", "segment mapped", "private, copied"),
+        ("process", "private", "page tables", "segment touched", "private, copied"),
     )
     for name, ours, theirs in (("rank", shared.ranks, copied.ranks), ("worker", shared.workers, copied.workers)):
         if ours:
@@ -42,11 +49,16 @@ def print_report(console: Console, corpus_nbytes: int, shared: Run, copied: Run,
     with_sharing, without = shared.total - empty.total, copied.total - empty.total
     console.print(
         f"{_mib(corpus_nbytes)} of data took {_mib(with_sharing)} of RAM in shmserve and {_mib(without)} copied, "
-        f"{without / with_sharing:.1f} times as much.\n"
-        "Copied: each rank reads the file, and hands the dataset to its workers, which are started by forkserver, the\n"
-        "default from Python 3.14 on. Under fork they would share their rank's copy.",
+        f"{without / with_sharing:.1f} times as much.",
         soft_wrap=True,
     )
+    if workers:
+        console.print(
+            "Copied: each rank reads the file, and hands the dataset to its workers, which are started by forkserver,\n"
+            "the default from Python 3.14 on. Under fork, the default before, workers share their rank's copy:\n"
+            f"at least {_mib(corpus_nbytes * len(copied.ranks))} here.",
+            soft_wrap=True,
+        )
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:

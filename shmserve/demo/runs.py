@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
@@ -20,7 +21,7 @@ from shmserve_client.errors import DaemonStartError, ShmserveError
 from shmserve_client.protocol import DatasetStatus, Status, StatusReport
 
 from .jobs import Job, Outcome
-from .memory import ProcessMemory, file_nbytes, measure
+from .memory import ProcessMemory, measure
 
 __all__ = ["Daemon", "Run", "serving", "train"]
 
@@ -84,15 +85,11 @@ def serving(data: Path, folder: Path) -> Iterator[Daemon]:
         finally:
             os.close(write_fd)
         with _ended(process):
-            try:
-                said = ready.read().strip()
-                if said != "ready":
-                    raise DaemonStartError(said.removeprefix("error: ") or "the daemon ended before it was ready")
-                log.seek(0)
-                yield Daemon(process.pid, endpoint, "".join(line for line in log if line.startswith("ready")).strip())
-            finally:
-                process.terminate()
-                process.wait(_PATIENCE_S)
+            said = ready.read().strip()
+            if said != "ready":
+                raise DaemonStartError(said.removeprefix("error: ") or "the daemon ended before it was ready")
+            log.seek(0)
+            yield Daemon(process.pid, endpoint, "".join(line for line in log if line.startswith("ready")).strip())
 
 
 def train(dataset: str, data: str, ranks: int, workers: int, steps: int, daemon: Daemon | None = None) -> Run:
@@ -103,25 +100,23 @@ def train(dataset: str, data: str, ranks: int, workers: int, steps: int, daemon:
     """
     jobs = [Job(dataset, data, rank, ranks, workers, steps) for rank in range(ranks)]
     with ExitStack() as stack:
-        processes = [_start_rank(job) for job in jobs]
-        for process in processes:
-            stack.enter_context(_ended(process))
-        for process in processes:
-            _line(process)
-        for process in processes:
-            _let_go(process)
-        outcomes = [Outcome(**json.loads(_line(process))) for process in processes]
-        run = _measured([process.pid for process in processes], outcomes, daemon)
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.close()  # the end of its input lets it go
-        for process in processes:
-            process.wait(_PATIENCE_S)
+        started = [stack.enter_context(_rank(job)) for job in jobs]
+        for rank in started:
+            rank.line()
+        for rank in started:
+            rank.let_go()
+        outcomes = [Outcome(**json.loads(rank.line())) for rank in started]
+        run = _measured([rank.process.pid for rank in started], outcomes, daemon)
+        for rank in started:
+            rank.stdin.close()  # the end of its input ends it
+        for rank in started:
+            _wait(rank.process)
     return run
 
 
 def _measured(pids: Sequence[int], outcomes: Sequence[Outcome], daemon: Daemon | None) -> Run:
-    segment = daemon.dataset().path if daemon else ""
+    dataset = daemon.dataset() if daemon else None
+    segment = dataset.path if dataset else ""
     helpers = {child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)}
     memory = {pid: measure(pid, segment) for pid in {*pids, *helpers, *([daemon.pid] if daemon else [])}}
     processes = sum(held.proportional + held.page_tables for held in memory.values())
@@ -129,33 +124,48 @@ def _measured(pids: Sequence[int], outcomes: Sequence[Outcome], daemon: Daemon |
         ranks=[memory[pid] for pid in pids],
         workers=[memory[pid] for outcome in outcomes for pid in outcome.workers],
         daemon=memory[daemon.pid] if daemon else None,
-        total=processes + (file_nbytes(segment) if segment else 0),
+        total=processes + (dataset.segment_nbytes if dataset else 0),
         samples_per_second=sum(outcome.samples / outcome.seconds for outcome in outcomes),
         first_loss=outcomes[0].first_loss,
         last_loss=outcomes[0].last_loss,
     )
 
 
-def _start_rank(job: Job) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return _start("shmserve.demo.trainer", json.dumps(asdict(job)), stdin=pipe, stdout=pipe, stderr=pipe)
+class _Rank:
+    """A trainer that runs. What it complains of goes to a file, since nobody reads a pipe while it trains."""
+
+    def __init__(self, job: Job, complaints: IO[str]) -> None:
+        pipe = subprocess.PIPE
+        self.process = _start(
+            "shmserve.demo.trainer", json.dumps(asdict(job)), stdin=pipe, stdout=pipe, stderr=complaints
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self._complaints = complaints
+
+    def line(self) -> str:
+        """Return its next line, or raise the last one that it complained with before it ended."""
+        line = self.stdout.readline()
+        if not line:
+            _wait(self.process)
+            self._complaints.seek(0)
+            why = (self._complaints.read().strip().splitlines() or [f"exit code {self.process.poll()}"])[-1]
+            raise ShmserveError(f"a rank of the demo failed: {why}")
+        return line
+
+    def let_go(self) -> None:
+        """Let it start to train; one that has ended says so when its next line is asked for."""
+        with suppress(BrokenPipeError):
+            os.write(self.stdin.fileno(), b"go\n")
 
 
-def _line(process: subprocess.Popen[str]) -> str:
-    """Return the rank's next line, or raise what it complained about before it ended."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        _, complaint = process.communicate()
-        why = (complaint.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-        raise ShmserveError(f"a rank of the demo failed: {why}")
-    return line
-
-
-def _let_go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("go\n")
-    process.stdin.flush()
+@contextmanager
+def _rank(job: Job) -> Iterator[_Rank]:
+    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+        rank = _Rank(job, complaints)
+        with _ended(rank.process):
+            yield rank
 
 
 def _start(
@@ -175,12 +185,43 @@ def _start(
     )
 
 
+def _wait(process: subprocess.Popen[str]) -> None:
+    """Return when the process has ended, or has had its time to."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_PATIENCE_S)
+
+
 @contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Whatever happens in the with block, neither the process nor a child of it outlives the block."""
+    """Whatever happens in the with block, neither the process nor a child of it outlives the block.
+
+    One that still runs is asked to end, and killed when it takes too long. multiprocessing's resource tracker is not
+    killed: it removes the DataLoader's semaphores from /dev/shm when all others of its group have ended, and then ends.
+    """
     with process:
         try:
             yield
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()
+            _wait(process)
+            deadline = time.monotonic() + _PATIENCE_S
+            while members := _group(process.pid):
+                for member in members:
+                    with suppress(psutil.NoSuchProcess):
+                        if not _is_tracker(member) or time.monotonic() > deadline:
+                            member.kill()
+                time.sleep(0.01)
+
+
+def _group(leader: int) -> list[psutil.Process]:
+    """Return the processes of the group that `leader` leads, or led, without those that only wait to be reaped."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(pid) == leader and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    return "multiprocessing.resource_tracker" in " ".join(process.cmdline())

@@ -11,6 +11,7 @@ import gc
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -50,6 +51,7 @@ class CopiedTokens(Dataset[torch.Tensor]):
 
 def main() -> None:
     """Train, report, and wait for the end of standard input."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # multiprocessing then tidies up
     job = Job(**json.loads(sys.argv[1]))
     torch.manual_seed(0)
     torch.set_num_threads(1)

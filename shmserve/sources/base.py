@@ -7,7 +7,6 @@ the values: they flow from the files straight into the segment, piece by piece, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Self
@@ -51,13 +50,15 @@ class Positions(Piece, ABC):
 class RaggedPlan:
     """How `values` divides into samples: int64 starts, relative to this shard's first value, without the last end.
 
-    N-d samples also have `shapes` (int64, 1-d) and, again without the last end, `shape_starts`.
+    N-d samples also have `shapes` (int64, 1-d) and, again without the last end, `shape_starts`; `flat` says that all of
+    this shard's are 1-d, so that the shapes tell nothing where no other shard's do.
     """
 
     count: int
     starts: tuple[Positions, ...]
     shapes: ArrayPlan | None = None
     shape_starts: tuple[Positions, ...] = ()
+    flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,9 @@ class ShardPlan:
     documents: tuple[Positions, ...] | None = None
     """Megatron's document_indices without their leading 0: sequence indices in [0, count]. None: it has none."""
     modes: tuple[Piece, ...] | None = None
-    """Megatron's int8 mode of each sequence. None: the shard is not multimodal."""
+    """Megatron's int8 mode of each sequence. None: the shard is not multimodal, or has no sequence that would tell."""
+    any_dtype: bool = False
+    """The shard has no values, and nothing else tells their dtype: it is that of the other shards."""
     notes: tuple[str, ...] = ()
     """What was assumed, for people; without the shard's path, so that shards which assume the same say it once."""
 
@@ -101,6 +104,8 @@ class Source(ABC):
 
     suffixes: ClassVar[tuple[str, ...]]
     """How the names of the shard's own files end, so that a directory's other files are passed over."""
+    values: Path
+    """The file of the values."""
 
     @property
     @abstractmethod
@@ -108,9 +113,9 @@ class Source(ABC):
         """The format's name as people see it, such as "megatron"."""
 
     @property
-    @abstractmethod
-    def files(self) -> Sequence[Path]:
+    def files(self) -> tuple[Path, ...]:
         """The files that the shard's bytes depend on, the values' file first; the same for either half of a pair."""
+        return (self.values,)
 
     @classmethod
     @abstractmethod

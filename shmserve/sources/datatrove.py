@@ -12,11 +12,11 @@ from typing import Final, Self
 
 import numpy as np
 
-from shmserve_client.errors import SourceFormatError, SourceNotFoundError
+from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES
 
 from .base import ArrayPlan, RaggedPlan, ShardPlan, Source, SourceOptions
-from .files import chunks, read_array, read_head, size_of
+from .files import chunks, first_fall, missing, read_array, read_head, size_of
 from .pieces import FileSpan, PositionList, PositionSpan
 
 __all__ = ["DatatroveTokens"]
@@ -55,12 +55,12 @@ class DatatroveTokens(Source):
         shard = cls(values)
         if not values.is_file():
             if values.suffix == SUFFIX:
-                raise SourceNotFoundError(f"{values}: no such file, and {path} only describes what belongs there")
+                raise missing(values, f", and {path} only describes what belongs there")
             return None
         if shard._index.is_file():
             return shard
         if values.suffix == SUFFIX:
-            raise SourceNotFoundError(f"{shard._index}: no such file, and only it tells the documents of {values}")
+            raise missing(shard._index, f", and only it tells the documents of {values}")
         return None
 
     def plan(self, options: SourceOptions) -> ShardPlan:
@@ -83,7 +83,10 @@ class DatatroveTokens(Source):
             "tokens",
             ArrayPlan(dtype, (tokens,), (FileSpan(self.values, 0, nbytes),)),
             RaggedPlan(count, starts),
-            notes=() if self._metadata.is_file() else (f"no metadata: {dtype} tokens, by the sizes of file and index",),
+            any_dtype=tokens == 0 and not self._metadata.is_file(),
+            notes=()
+            if self._metadata.is_file() or tokens == 0
+            else (f"no metadata: {dtype} tokens, by the sizes of file and index",),
         )
 
     def _check_ends(self, count: int) -> int:
@@ -91,9 +94,8 @@ class DatatroveTokens(Source):
         previous = 0
         for start, stop in chunks(count):
             ends = read_array(self._index, 8 * start, "int64", stop - start)
-            falls = np.diff(ends, prepend=previous) < 0
-            if falls.any():
-                at = int(falls.argmax())
+            at = first_fall(ends, previous)
+            if at is not None:
                 raise SourceFormatError(
                     f"{self._index}: document {start + at} ends at token {ends[at]}, before the one before it: "
                     "the index is damaged"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from shmserve_client.errors import SourceFormatError
 
 from .base import Positions
-from .files import chunks, read_array
+from .files import chunks, first_fall, read_array
 from .pieces import PositionSpan
 
 __all__ = ["plan_documents"]
@@ -29,7 +27,7 @@ def plan_documents(
     previous = 0
     for start, stop in chunks(length):
         indices = read_array(index, offset + 8 * start, "int64", stop - start)
-        falls = (np.diff(indices, prepend=previous) < 0).any()
+        falls = first_fall(indices, previous) is not None
         if falls or (start == 0 and indices[0] != 0) or indices[-1] > sequences:
             raise SourceFormatError(
                 f"{index}: document indices {start} to {stop - 1} do not rise from 0 to its {sequences} sequences: "

@@ -8,6 +8,7 @@ write, but a source that is truncated under it is SIGBUS.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shmserve_client.errors import SourceFormatError, SourceNotFoundError
+from shmserve_client.errors import ShmserveError, SourceFormatError, SourceNotFoundError
 
-__all__ = ["chunks", "read_array", "read_exactly", "read_head", "size_of"]
+__all__ = ["chunks", "first_fall", "missing", "read_array", "read_exactly", "read_head", "size_of"]
 
 CHUNK_ITEMS = 1 << 17
 """How many entries of an index are in memory at once while it is checked."""
@@ -27,6 +28,26 @@ def chunks(count: int) -> Iterator[tuple[int, int]]:
     """Yield the half-open ranges that cut `count` index entries into parts of bounded memory."""
     for start in range(0, count, CHUNK_ITEMS):
         yield start, min(count, start + CHUNK_ITEMS)
+
+
+def first_fall(numbers: NDArray[np.int64], previous: int) -> int | None:
+    """Return where the numbers, of which there is at least one, first are less than the one before, or None.
+
+    They are compared, not subtracted: the difference of two damaged ones may wrap to a positive number.
+    """
+    falls = np.concatenate(([numbers[0] < previous], numbers[1:] < numbers[:-1]))
+    return int(falls.argmax()) if falls.any() else None
+
+
+def missing(path: Path, remark: str = "") -> ShmserveError:
+    """Return the error for a `path` where a file should be and is none; `remark` goes on where there is nothing."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return SourceNotFoundError(f"{path}: no such file{remark}")
+    except OSError as error:
+        return SourceFormatError(f"{path}: cannot be read: {error.strerror}")
+    return SourceFormatError(f"{path}: {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
 
 
 def size_of(path: Path) -> int:

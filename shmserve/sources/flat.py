@@ -28,6 +28,8 @@ __all__ = ["FlatTokens"]
 ASSUMED_DTYPE: Final = "uint16"
 SAMPLED_WORDS: Final = 4096
 SMALLEST_GUESS_WORDS: Final = 64
+MAX_ROW_LENGTH: Final = 1 << 16
+"""Of OLMo's bounds, which go on with names and paths."""
 TINY: Final = 16
 """The upper 16 bits of a 32-bit token id stay below this for any vocabulary under 2^20."""
 
@@ -98,7 +100,11 @@ def _documents(bounds: Path, tokens: int) -> RaggedPlan:
     end = 0
     try:
         with gzip.open(bounds, "rt", encoding="utf-8", errors="replace") as rows:
-            for number, row in enumerate(rows, 1):
+            for number, row in enumerate(iter(lambda: rows.readline(MAX_ROW_LENGTH), ""), 1):
+                if len(row) == MAX_ROW_LENGTH:
+                    raise SourceFormatError(f"{bounds}: row {number} has {MAX_ROW_LENGTH} characters or more")
+                if row.isspace():
+                    continue
                 start, stop = map(int, row.split(",", 2)[:2])
                 if start != end or stop < start:
                     raise SourceFormatError(
@@ -109,7 +115,7 @@ def _documents(bounds: Path, tokens: int) -> RaggedPlan:
                 end = stop
     except SourceFormatError:
         raise
-    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (ValueError, OverflowError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise SourceFormatError(f"{bounds}: not rows of start,end in tokens, compressed by gzip: {error}") from error
     if end != tokens:
         raise SourceFormatError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def join(source_format: str, shards: Sequence[tuple[Path, ShardPlan]], options: 
     Raises:
         SourceFormatError: the shards differ in dtype or shape, or contradict the options.
     """
+    shards = _completed(shards)
     first_path, first = shards[0]
     for path, plan in shards:
         if _kind(plan) != _kind(first):
@@ -39,7 +41,8 @@ def join(source_format: str, shards: Sequence[tuple[Path, ShardPlan]], options: 
     dtype = first.values.dtype
     if options.dtype not in (None, dtype):
         raise SourceFormatError(
-            f"{first_path}: its {source_format} header says {dtype}, not {options.dtype}: leave out --dtype"
+            f"{first_path}: its {source_format} header says {dtype}, not {options.dtype}: leave out --dtype "
+            "(a --config gives each dataset its own)"
         )
     if options.vocab_size is not None and DTYPES[dtype].kind not in "iu":
         raise SourceFormatError(f"{first_path}: {dtype} values are not token ids: leave out --vocab-size")
@@ -66,11 +69,29 @@ def join(source_format: str, shards: Sequence[tuple[Path, ShardPlan]], options: 
     )
 
 
+def _completed(shards: Sequence[tuple[Path, ShardPlan]]) -> list[tuple[Path, ShardPlan]]:
+    """Return the shards, what one is too empty to tell taken from the others."""
+    plans = [plan for _, plan in shards]
+    dtype = next((plan.values.dtype for plan in plans if not plan.any_dtype), plans[0].values.dtype)
+    multimodal = any(plan.modes is not None for plan in plans)
+    return [
+        (
+            path,
+            replace(
+                plan,
+                values=replace(plan.values, dtype=dtype) if plan.any_dtype else plan.values,
+                modes=() if multimodal and plan.ragged is not None and plan.ragged.count == 0 else plan.modes,
+            ),
+        )
+        for path, plan in shards
+    ]
+
+
 def _kind(plan: ShardPlan) -> str:
     """Return in words what two shards must have in common."""
     samples = "a token stream" if plan.stream else f"rows of shape {plan.values.shape[1:]}"
     if plan.ragged is not None:
-        samples = "1-d samples" if plan.ragged.shapes is None else "samples of several dimensions"
+        samples = "ragged samples"
     extras = [name for name, part in (("documents", plan.documents), ("modes", plan.modes)) if part is not None]
     return " with ".join((f"{plan.values.dtype} {samples}", *extras))
 
@@ -90,7 +111,7 @@ def _offsets(starts: Sequence[Sequence[Positions]], lengths: Sequence[int], coun
 
 def _join_shapes(ragged: Sequence[RaggedPlan], count: int) -> tuple[ArrayPlan | None, ArrayPlan | None]:
     shapes = [plan.shapes for plan in ragged if plan.shapes is not None]
-    if not shapes:
+    if all(plan.flat for plan in ragged) or not shapes:
         return None, None
     starts = [plan.shape_starts for plan in ragged]
     return _concatenate(shapes), _offsets(starts, [shape.shape[0] for shape in shapes], count)

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from shmserve_client.errors import SourceFormatError
-from shmserve_client.layout import DTYPES
 
-from .base import ArrayPlan, ShardPlan, Source, SourceOptions
-from .files import size_of
-from .pieces import FileSpan
+from .base import ShardPlan, Source, SourceOptions
+from .streams import plan_stream
 
 __all__ = ["LlmcTokens"]
 
@@ -40,11 +38,6 @@ class LlmcTokens(Source):
     dtype: str
     tokens: int
 
-    @property
-    def files(self) -> tuple[Path]:
-        """The file."""
-        return (self.values,)
-
     @classmethod
     def recognise(cls, path: Path, head: bytes, options: SourceOptions) -> Self | None:
         """Return the file if it starts with one of the magics."""
@@ -60,11 +53,4 @@ class LlmcTokens(Source):
 
     def plan(self, options: SourceOptions) -> ShardPlan:
         """Return the tokens as a stream."""
-        nbytes, needed = size_of(self.values), DATA_OFFSET + self.tokens * DTYPES[self.dtype].itemsize
-        if nbytes != needed or self.tokens < 0:
-            raise SourceFormatError(
-                f"{self.values}: {nbytes} bytes, but its header says {self.tokens} {self.dtype} tokens, which is "
-                f"{needed} bytes: it is truncated or damaged"
-            )
-        piece = FileSpan(self.values, DATA_OFFSET, nbytes - DATA_OFFSET)
-        return ShardPlan("tokens", ArrayPlan(self.dtype, (self.tokens,), (piece,)), stream=True)
+        return plan_stream(self.values, DATA_OFFSET, self.dtype, self.tokens)

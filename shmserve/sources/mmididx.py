@@ -98,6 +98,9 @@ class MmapPair(Source):
         notes: tuple[str, ...] = ()
         if self.documents is None and self.code in FLOATS_BY_CODE:
             notes = (f"values are {dtype} as they were written; fairseq's own reader truncates them to integers",)
+        values_nbytes = size_of(self.values)
+        if tokens * itemsize > values_nbytes:
+            notes += (f"its sequences overlap: {values_nbytes} bytes are stored as {tokens * itemsize}",)
         documents, document_notes = plan_documents(self.index, self._document_indices, self.documents, self.count)
         return ShardPlan(
             column="tokens",
@@ -109,6 +112,7 @@ class MmapPair(Source):
             ragged=RaggedPlan(self.count, tuple(self._starts(run, itemsize) for run in runs)),
             documents=documents,
             modes=self._plan_modes(),
+            any_dtype=self.code in FLOATS_BY_CODE and tokens == 0,
             notes=notes + document_notes,
         )
 

@@ -10,7 +10,7 @@ from typing import Final, Self
 import numpy as np
 
 from shmserve_client.errors import SourceFormatError
-from shmserve_client.layout import DTYPES
+from shmserve_client.layout import DTYPES, MAX_DIMENSIONS, is_shape
 from shmserve_client.writer import Piece
 
 from .base import ArrayPlan, ShardPlan, Source, SourceOptions
@@ -31,11 +31,6 @@ class NpyArray(Source):
 
     values: Path
 
-    @property
-    def files(self) -> tuple[Path]:
-        """The file."""
-        return (self.values,)
-
     @classmethod
     def recognise(cls, path: Path, head: bytes, options: SourceOptions) -> Self | None:
         """Return the file if it starts with numpy's magic."""
@@ -46,6 +41,11 @@ class NpyArray(Source):
         shape, fortran, stored, offset = self._header()
         if not shape:
             raise SourceFormatError(f"{self.values}: a single number (0-d array) has no samples")
+        if not is_shape(shape):
+            raise SourceFormatError(
+                f"{self.values}: its header says an array of the shape {shape}: it is damaged, or has more than the "
+                f"{MAX_DIMENSIONS} dimensions or the size that are supported"
+            )
         dtype = self._dtype(stored)
         nbytes, needed = size_of(self.values), offset + math.prod(shape) * stored.itemsize
         if nbytes != needed:
@@ -67,8 +67,10 @@ class NpyArray(Source):
                     shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
                 else:
                     raise ValueError(f"version {version[0]}.{version[1]} is not supported")
-            except ValueError as error:
-                raise SourceFormatError(f"{self.values}: not a readable .npy header: {error}") from error
+            except OSError:
+                raise
+            except Exception as error:  # numpy evaluates the header as Python, and passes on what that raises
+                raise SourceFormatError(f"{self.values}: not a readable .npy header: {error!r}") from error
             return shape, fortran, dtype, file.tell()
 
     def _dtype(self, stored: np.dtype[np.generic]) -> str:

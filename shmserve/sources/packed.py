@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Final, Self
 
 from shmserve_client.errors import SourceFormatError
-from shmserve_client.layout import DTYPES
 
-from .base import ArrayPlan, ShardPlan, Source, SourceOptions
-from .files import size_of
+from .base import ShardPlan, Source, SourceOptions
 from .pairs import DTYPE_BY_CODE
-from .pieces import FileSpan
+from .streams import plan_stream
 
 __all__ = ["PackedChunk"]
 
@@ -43,11 +41,6 @@ class PackedChunk(Source):
     dtype: str
     tokens: int
 
-    @property
-    def files(self) -> tuple[Path]:
-        """The file."""
-        return (self.values,)
-
     @classmethod
     def recognise(cls, path: Path, head: bytes, options: SourceOptions) -> Self | None:
         """Return the file if it starts with the magic."""
@@ -65,11 +58,4 @@ class PackedChunk(Source):
 
     def plan(self, options: SourceOptions) -> ShardPlan:
         """Return the tokens as a stream."""
-        nbytes, needed = size_of(self.values), HEADER.size + self.tokens * DTYPES[self.dtype].itemsize
-        if nbytes != needed:
-            raise SourceFormatError(
-                f"{self.values}: {nbytes} bytes, but its header says {self.tokens} {self.dtype} tokens, which is "
-                f"{needed} bytes: it is truncated or damaged"
-            )
-        piece = FileSpan(self.values, HEADER.size, nbytes - HEADER.size)
-        return ShardPlan("tokens", ArrayPlan(self.dtype, (self.tokens,), (piece,)), stream=True)
+        return plan_stream(self.values, HEADER.size, self.dtype, self.tokens)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shmserve_client.errors import SourceFormatError, SourceNotFoundError
+from shmserve_client.errors import SourceFormatError
 
 from .base import HEAD_NBYTES
-from .files import read_head
+from .files import missing, read_head
 
 __all__ = ["DTYPE_BY_CODE", "FLOATS_BY_CODE", "MMIDIDX", "PAIR_SUFFIXES", "TNTIDX", "Pair", "find_pair", "index_of"]
 
@@ -53,7 +53,7 @@ def find_pair(path: Path, head: bytes) -> Pair | None:
 
     Raises:
         SourceNotFoundError: the values are missing.
-        SourceFormatError: the two names are swapped.
+        SourceFormatError: the two names are swapped, or the values are no regular file.
     """
     if not head.startswith(_MAGICS):
         index = index_of(path)
@@ -65,5 +65,5 @@ def find_pair(path: Path, head: bytes) -> Pair | None:
     if values == path:
         raise SourceFormatError(f"{path}: an index, by its first bytes: name it .idx, and its values .bin")
     if not values.is_file():
-        raise SourceNotFoundError(f"{values}: no such file, and {path} is only the index of what belongs there")
+        raise missing(values, f", and {path} is only the index of what belongs there")
     return Pair(path, values, head)

@@ -42,6 +42,10 @@ class FileSpan(Piece):
         """Read the bytes `[start, start + len(target))` of the span into `target`."""
         read_exactly(self.path, self.offset + start, target)
 
+    def origin(self, start: int) -> str:
+        """Return the byte's file and position."""
+        return f"byte {self.offset + start} of {self.path}"
+
 
 @dataclass(frozen=True, slots=True)
 class SwappedSpan(FileSpan):
@@ -119,6 +123,10 @@ class FortranRows(FileSpan):
     dtype: str
     shape: tuple[int, ...]
     swapped: bool
+
+    def origin(self, start: int) -> str:
+        """Return the byte's file; its position there is another, and tells nobody anything."""
+        return str(self.path)
 
     def read_into(self, target: NDArray[np.uint8], start: int) -> None:
         """Fill `target` with the array's bytes `[start, start + len(target))`, counted in C order."""

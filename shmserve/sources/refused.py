@@ -20,6 +20,7 @@ _COMPRESSED: Final = "is not supported: decompress the file"
 
 _MAGICS: Final[tuple[tuple[bytes, str, str], ...]] = (
     (b"PK\x03\x04", "a zip archive, such as torch.save and numpy.savez write,", _CONVERT),
+    (b"PK\x05\x06", "an empty zip archive", "holds nothing to serve"),
     (b"GGUF", "a GGUF model", "holds weights, not a corpus"),
     (b"HUFFIDX\0\0", "fairseq's Huffman index", "is not supported: preprocess the text with --dataset-impl mmap"),
     (b"MMIDRET\0\0", "a RETRO index", _CONVERT),
@@ -32,10 +33,15 @@ _MAGICS: Final[tuple[tuple[bytes, str, str], ...]] = (
     (b"\x89HDF\r\n\x1a\n", "HDF5", _CONVERT),
     (b"PAR1", "Parquet", _CONVERT),
     (b"ARROW1", "Arrow", _CONVERT),
+    (b"FEA1", "Feather", _CONVERT),
+    (b"\xff\xd8\xff", "a JPEG image", _CONVERT),
+    (b"\x89PNG\r\n\x1a\n", "a PNG image", _CONVERT),
+    (b"\x7fELF", "an ELF program or library", "is not a corpus"),
     (b"SQLite format 3\0", "an SQLite database", _CONVERT),
     (b"\x1f\x8b\x08", "gzip", _COMPRESSED),
     (b"\x28\xb5\x2f\xfd", "zstd", _COMPRESSED),
     (b"\xfd7zXZ\0", "xz", _COMPRESSED),
+    (b"BZh91AY&SY", "bzip2", _COMPRESSED),
     (b"\x04\x22\x4d\x18", "lz4", _COMPRESSED),
 )
 _SUFFIXES: Final[dict[str, tuple[str, str]]] = {
@@ -76,6 +82,12 @@ def _by_content(path: Path, sample: bytes, options: SourceOptions) -> tuple[str,
             return what, reason
     if path.suffix == ".idx":
         return "not an index of a known kind:", f"it starts with {sample[:9]!r}"
+    if sample[16:20] == b"\xde\xc0\xef\xbe":
+        return "an LMDB database", _CONVERT
+    if sample[:4] == b"\xff\xff\xff\xff" and sample[8:14] == b"\x10\0\0\0\0\0":  # a flatbuffer of some length
+        return "an Arrow stream", _CONVERT
+    if _is_tfrecord(sample):
+        return _SUFFIXES[".tfrecord"]
     if sample[257:262] == b"ustar":
         return _SUFFIXES[".tar"]
     if _is_safetensors(sample, path):
@@ -86,9 +98,23 @@ def _by_content(path: Path, sample: bytes, options: SourceOptions) -> tuple[str,
         return "QuickDraw drawings", _CONVERT
     if _is_shard_of_index(path):
         return "a shard of the dataset that index.json beside it describes (litData, MosaicML streaming)", _CONVERT
-    if options.dtype not in ("uint8", "int8") and _is_text(sample):
+    if options.dtype is None and _is_text(sample):
         return "text", "is not tokens: tokenize it first, or serve its bytes with --dtype uint8"
     return None
+
+
+def _is_tfrecord(sample: bytes) -> bool:
+    """Tell whether it starts with a record's length and the checksum of that: CRC-32C, rotated, plus a constant."""
+    if len(sample) < 12:
+        return False
+    crc = 0xFFFFFFFF
+    for byte in sample[:8]:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    masked = ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF
+    return int.from_bytes(sample[8:12], "little") == masked
 
 
 def _is_safetensors(sample: bytes, path: Path) -> bool:

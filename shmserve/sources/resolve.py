@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shmserve_client.endpoint import source_key
 from shmserve_client.errors import ConfigError, ShmserveError, SourceFormatError, SourceNotFoundError
 from shmserve_client.layout import DTYPES
 
 from .base import Corpus, Source, SourceOptions
 from .join import join
-from .shards import find_shards
+from .shards import find_shards, unnatural_order
 
 __all__ = ["Resolved", "resolve"]
 
@@ -32,14 +31,15 @@ class Resolved:
     """The paths as they were given, made absolute; patterns stay patterns."""
     options: SourceOptions
     key: str
-    """`source_key` of the paths and options: the same question asked again."""
+    """Hash of the format, the dtype option and each shard's files, wherever they are mounted and however they were
+    asked for: device, inode, size and mtime_ns. What embedded clients ask for."""
     fingerprint: str
-    """Hash of the options and of each file's path, size, mtime_ns and inode: the same answer, however it was asked."""
+    """Hash of the options and of each file's path, size, mtime_ns and inode: what a segment may be adopted for."""
 
     def changed(self) -> bool:
         """Tell whether any of the files was changed, replaced or removed since; one stat per file."""
         try:
-            return _fingerprint(self.options, self.files) != self.fingerprint
+            return _fingerprint(self.options, _stat_all(self.files)) != self.fingerprint
         except OSError:
             return True
 
@@ -56,7 +56,8 @@ class Resolved:
             raise SourceFormatError(
                 f"{', '.join(self.data)}: changed while it was read; start again when it is complete"
             )
-        return join(self.format, plans, self.options)
+        corpus = join(self.format, plans, self.options)
+        return replace(corpus, notes=unnatural_order(self.data) + corpus.notes)
 
 
 def resolve(data: Sequence[str], options: SourceOptions) -> Resolved:
@@ -86,11 +87,11 @@ def resolve(data: Sequence[str], options: SourceOptions) -> Resolved:
                 f"shards of one corpus differ: {shards[0].files[0]} is {shards[0].format}, {shard.files[0]} is "
                 f"{shard.format}: serve them as two datasets"
             )
-    key = source_key(data, options.dtype, options.vocab_size)
     files = tuple(dict.fromkeys(file for shard in shards for file in shard.files))
     with _explained(absolute):
-        fingerprint = _fingerprint(options, files)
-    return Resolved(shards[0].format, shards, files, absolute, options, key, fingerprint)
+        stats = _stat_all(files)
+    key = _key(options, shards, stats)
+    return Resolved(shards[0].format, shards, files, absolute, options, key, _fingerprint(options, stats))
 
 
 @contextmanager
@@ -106,9 +107,20 @@ def _explained(data: Sequence[str]) -> Iterator[None]:
         raise SourceFormatError(f"{error.filename or ', '.join(data)}: cannot be read: {error.strerror}") from error
 
 
-def _fingerprint(options: SourceOptions, files: Sequence[Path]) -> str:
+def _stat_all(files: Sequence[Path]) -> dict[Path, os.stat_result]:
+    return {file: file.stat() for file in files}
+
+
+def _key(options: SourceOptions, shards: Sequence[Source], stats: Mapping[Path, os.stat_result]) -> str:
+    digest = hashlib.sha256(repr((shards[0].format, options.dtype)).encode())
+    for shard in shards:
+        of_shard = [stats[file] for file in shard.files]
+        digest.update(repr([(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in of_shard]).encode())
+    return digest.hexdigest()
+
+
+def _fingerprint(options: SourceOptions, stats: Mapping[Path, os.stat_result]) -> str:
     digest = hashlib.sha256(repr(options).encode())
-    for file in files:
-        stat = file.stat()
+    for file, stat in stats.items():
         digest.update(repr((os.fspath(file), stat.st_size, stat.st_mtime_ns, stat.st_ino)).encode())
     return digest.hexdigest()

@@ -6,14 +6,15 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from shmserve_client.errors import SourceFormatError, SourceNotFoundError
+from shmserve_client.errors import SourceFormatError, SourceNotFoundError, printable
 
 from .base import HEAD_NBYTES, Source, SourceOptions
 from .datatrove import DatatroveTokens
-from .files import read_head
+from .files import missing, read_head
 from .flat import FlatTokens
 from .llmc import LlmcTokens
 from .mmididx import MmapPair
@@ -22,7 +23,7 @@ from .packed import PackedChunk
 from .pairs import PAIR_SUFFIXES
 from .tntidx import LegacyPair
 
-__all__ = ["SOURCES", "find_shards", "natural_order"]
+__all__ = ["SOURCES", "find_shards", "natural_order", "unnatural_order"]
 
 SOURCES: Final[tuple[type[Source], ...]] = (
     MmapPair,
@@ -39,7 +40,6 @@ _COMPANIONS: Final = frozenset((".gz", ".json", ".log", ".loss", ".pkl", ".txt")
 """What writers leave beside their data and a pattern such as `corpus/*` matches as well."""
 _LISTED: Final = 8
 """How many names a message lists."""
-_NO_FILE: Final = "no such file, directory or prefix of a .bin/.idx pair"
 
 
 def find_shards(data: Sequence[str], options: SourceOptions) -> tuple[Source, ...]:
@@ -52,7 +52,7 @@ def find_shards(data: Sequence[str], options: SourceOptions) -> tuple[Source, ..
     shards: dict[tuple[Path, ...], Source] = {}
     for argument in data:
         for shard in _find(argument, options):
-            shards.setdefault(tuple(shard.files), shard)
+            shards.setdefault(shard.files, shard)
     return tuple(shards.values())
 
 
@@ -66,23 +66,40 @@ def _numbers_apart(text: str) -> tuple[str | int, ...]:
     return tuple(int(run) if position % 2 else run for position, run in enumerate(re.split("([0-9]+)", text)))
 
 
+def unnatural_order(data: Sequence[str]) -> tuple[str, ...]:
+    """Return a note where paths that were given one by one are in another than natural order, numbers apart alike."""
+    for before, after in pairwise(map(Path, data)):
+        if _without_numbers(before) == _without_numbers(after) and natural_order(before) > natural_order(after):
+            return (
+                f"the paths are not in natural order ({printable(before.name)} before {printable(after.name)}): "
+                "quote the pattern or give the directory for natural order",
+            )
+    return ()
+
+
+def _without_numbers(path: Path) -> str:
+    return re.sub("[0-9]+", "", path.name)
+
+
 def _find(argument: str, options: SourceOptions) -> Iterable[Source]:
     path = Path(os.path.abspath(argument))
     if path.is_dir():
         return _find_in_directory(path, options)
     if path.exists():
         return [_recognise(path, options)]
-    if glob.has_magic(argument):
-        return _find_matches(argument, options)
     index, values = (path.with_name(path.name + suffix) for suffix in PAIR_SUFFIXES[::-1])
     if index.is_file():
         return [_recognise(index, options)]
+    if any(part.endswith(":") for part in path.parts):  # s3://bucket, which may have been made absolute
+        raise SourceNotFoundError(f"{argument}: no such file; remote paths are not read: mount the files")
+    if glob.has_magic(argument):
+        return _find_matches(argument, options)
     if values.is_file():
-        raise SourceNotFoundError(f"{index}: no such file; if {values} holds bare tokens, name it in full")
+        raise missing(index, f"; if {values} holds bare tokens, name it in full")
     index = path.with_suffix(".idx")
     if index.is_file():
-        raise SourceNotFoundError(f"{path}: no such file, and {index} is only the index of what belongs there")
-    raise SourceNotFoundError(f"{argument}: {'remote paths are not read, mount it' if '://' in argument else _NO_FILE}")
+        raise missing(path, f", and {index} is only the index of what belongs there")
+    raise missing(path, ", directory or prefix of a .bin/.idx pair")
 
 
 def _find_in_directory(directory: Path, options: SourceOptions) -> Iterable[Source]:
@@ -94,11 +111,11 @@ def _find_in_directory(directory: Path, options: SourceOptions) -> Iterable[Sour
             f"{directory}: no data files ({', '.join(sorted(suffixes))}) among the {len(names)} files of this directory"
             f"{_listed(sorted(names, key=natural_order))}; its subdirectories are not searched"
         )
-    shards = {tuple(shard.files): shard for shard in (_recognise(path, options) for path in candidates)}
+    shards = {shard.files: shard for shard in (_recognise(path, options) for path in candidates)}
     alike: dict[str, list[Path]] = {}
     for shard in shards.values():
         values = shard.files[0]
-        alike.setdefault(re.sub("[0-9]+", "", values.name), []).append(values)
+        alike.setdefault(_without_numbers(values), []).append(values)
     if len(alike) > 1:
         groups = "; ".join(_listed(paths).removeprefix(": ") for paths in alike.values())
         pattern = re.sub("[0-9]+", "*", max(next(iter(alike.values())), key=lambda path: len(path.name)).name)
@@ -115,13 +132,14 @@ def _find_matches(pattern: str, options: SourceOptions) -> Iterable[Source]:
     )
     files = [path for path in matches if path.suffix not in _COMPANIONS]
     if not files:
-        raise SourceNotFoundError(f"{pattern}: no data file matches{_listed(matches)}")
+        hint = "; where '[' belongs to the name, write [[]" if "[" in pattern else ""
+        raise SourceNotFoundError(f"{pattern}: no data file matches{_listed(matches)}{hint}")
     return [_recognise(path, options) for path in files]
 
 
 def _recognise(path: Path, options: SourceOptions) -> Source:
     if not path.is_file():
-        raise SourceFormatError(f"{path}: not a regular file")
+        raise missing(path)
     head = read_head(path, HEAD_NBYTES)
     return next(shard for source in SOURCES if (shard := source.recognise(path, head, options)) is not None)
 

@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmserve_client.errors import SourceFormatError
-from shmserve_client.layout import DTYPES
+from shmserve_client.layout import DTYPES, MAX_DIMENSIONS, MAX_ITEMS
 
 from .base import ArrayPlan, RaggedPlan, ShardPlan, Source, SourceOptions
 from .documents import plan_documents
-from .files import chunks, read_array, size_of
+from .files import chunks, first_fall, read_array, size_of
 from .pairs import DTYPE_BY_CODE, FLOATS_BY_CODE, PAIR_SUFFIXES, TNTIDX, find_pair
 from .pieces import FileSpan, PositionSpan, ShiftedSpan
 
@@ -109,10 +109,9 @@ class LegacyPair(Source):
             ragged=RaggedPlan(
                 self.count,
                 (PositionSpan(self.index, self._data_offsets, 8 * self.count),),
-                None
-                if flat
-                else ArrayPlan("int64", (self.sizes,), (FileSpan(self.index, self._sizes, 8 * self.sizes),)),
-                () if flat else (PositionSpan(self.index, self._dim_offsets, 8 * self.count),),
+                ArrayPlan("int64", (self.sizes,), (FileSpan(self.index, self._sizes, 8 * self.sizes),)),
+                (PositionSpan(self.index, self._dim_offsets, 8 * self.count),),
+                flat,
             ),
             documents=documents,
             notes=notes,
@@ -134,22 +133,30 @@ class LegacyPair(Source):
         """Return (number of values, whether every item is 1-d) of an index that agrees with itself and its values."""
         values = dims = 0
         flat = True
-        for start, stop in chunks(self.count):
+        for start, stop in [*chunks(self.count)] or [(0, 0)]:  # no items have the two first entries, too
             dim_offsets = read_array(self.index, self._dim_offsets + 8 * start, "int64", stop - start + 1)
             data_offsets = read_array(self.index, self._data_offsets + 8 * start, "int64", stop - start + 1)
-            ndims = np.diff(dim_offsets)
-            if dim_offsets[0] != dims or (ndims < 0).any() or dim_offsets[-1] > self.sizes:
+            falls = first_fall(dim_offsets, dims) is not None
+            if falls or dim_offsets[0] != dims or dim_offsets[-1] > self.sizes:
                 raise SourceFormatError(
                     f"{self.index}: the dimensions of the items {start} to {stop - 1} are not among its {self.sizes} "
                     "sizes: the index is damaged"
                 )
+            ndims = np.diff(dim_offsets)
             sizes = read_array(self.index, self._sizes + 8 * dims, "int64", int(dim_offsets[-1]) - dims)
             bad = np.diff(data_offsets) != _lengths(sizes, dim_offsets - dims, ndims)
-            bad[0] |= data_offsets[0] != values
-            if bad.any() or (sizes < 0).any():
+            falls = first_fall(data_offsets, values) is not None
+            if falls or data_offsets[0] != values or bad.any() or (sizes < 0).any():
                 raise SourceFormatError(
-                    f"{self.index}: item {start + int(bad.argmax())} does not start where the one before ends, or "
-                    "its size does not fit in between: the index is damaged"
+                    f"{self.index}: item {start + int(bad.argmax() if bad.any() else 0)} does not start where the one "
+                    "before ends, or its size does not fit in between: the index is damaged"
+                )
+            bad = (ndims > MAX_DIMENSIONS) | (_lengths(np.maximum(sizes, 1), dim_offsets - dims, ndims) >= MAX_ITEMS)
+            if bad.any():
+                at = int(bad.argmax())
+                raise SourceFormatError(
+                    f"{self.index}: item {start + at} has {ndims[at]} dimensions, or such that numpy has no array of "
+                    f"their size: up to {MAX_DIMENSIONS} are supported"
                 )
             values, dims, flat = int(data_offsets[-1]), int(dim_offsets[-1]), flat and bool((ndims == 1).all())
         if dims != self.sizes:

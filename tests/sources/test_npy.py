@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,33 @@ class TestNpy(SourceContract):
     def test_damaged_headers_are_refused(self, tmp_path, head):
         (tmp_path / "c.npy").write_bytes(head)
         with pytest.raises(SourceFormatError, match=r"not a readable \.npy header"):
+            plan(tmp_path / "c.npy")
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b"-" * 9000,
+            b"{[]: 1}",
+            b"{'descr': [], 'fortran_order': False, 'shape': (1,)}",
+            b"{'descr': [1], 'fortran_order': False, 'shape': (1,)}",
+            b"{'descr': '<i4', 'fortran_order': False, 'shape': (1, 2",
+            b"{'descr': (), 'fortran_order': False, 'shape': (1,)}",
+            b"  a\n b",
+            b'"""',
+        ],
+    )
+    def test_headers_that_numpys_parser_fails_on_are_refused(self, tmp_path, text):
+        (tmp_path / "c.npy").write_bytes(b"\x93NUMPY\x01\0" + len(text).to_bytes(2, "little") + text + bytes(64))
+        with pytest.raises(SourceFormatError, match=r"c\.npy: "):
+            plan(tmp_path / "c.npy")
+
+    @pytest.mark.parametrize("shape", [(0, 1 << 60), (-2, -3), (0, 1 << 70), (1,) * 40, (3, *[1] * 35)])
+    def test_shapes_that_no_array_has_are_refused(self, tmp_path, shape):
+        with (tmp_path / "c.npy").open("wb") as file:
+            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(bytes(4 * max(0, math.prod(shape))))
+        with pytest.raises(SourceFormatError, match=r"c\.npy: its header says an array of the shape"):
             plan(tmp_path / "c.npy")
 
     def test_a_second_array_in_the_file_is_refused(self, tmp_path):

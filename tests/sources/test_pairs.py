@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -120,6 +123,11 @@ class TestPointers:
         assert samples(corpus, window_items=1) == wanted
         assert corpus.values.shape == (14,)
 
+    def test_values_that_are_stored_often_are_said(self, tmp_path, tokens):
+        corpus = plan(write_pair(tmp_path / "c", [12] * 5, [0] * 5, tokens))
+        assert corpus.notes == ("its sequences overlap: 24 bytes are stored as 120",)
+        assert plan(write_pair(tmp_path / "c", [3, 12], [0, 0], tokens)).values.shape == (15,)
+
     def test_a_first_sequence_that_starts_later(self, tmp_path, tokens):
         corpus = plan(write_pair(tmp_path / "c", [6, 4], [4, 16], tokens))
         assert samples(corpus) == [tokens[2:8].tolist(), tokens[8:].tolist()]
@@ -210,13 +218,28 @@ class TestFloatCodes:
         path = write_pair(tmp_path / "c", [], [], np.zeros(0), code=code, documents=[0])
         assert plan(path).values.dtype == dtype
 
+    @pytest.mark.parametrize(("code", "dtype"), [(6, "<f4"), (7, "<f8")])
+    @pytest.mark.parametrize("lengths", [[], [0, 0]])
+    def test_a_shard_without_values_takes_the_others_dtype(self, tmp_path, code, dtype, lengths):
+        documents = [0, len(lengths)]
+        empty = write_pair(
+            tmp_path / "a", lengths, [0] * len(lengths), np.zeros(0), code=code, documents=documents[: 1 + len(lengths)]
+        )
+        full = write_pair(
+            tmp_path / "b", [2, 1], [0, 2 * np.dtype(dtype).itemsize], np.ones(3, dtype), code=code, documents=[0, 2]
+        )
+        wanted = [[1.0, 1.0], [1.0]]
+        nothing = [[] for _ in lengths]
+        assert samples(plan(empty, full)) == nothing + wanted
+        assert samples(plan(full, empty)) == wanted + nothing
+
 
 class TestIndex:
     def test_empty_fairseq(self, tmp_path):
         corpus = plan(write_pair(tmp_path / "c", [], [], np.zeros(0)))
         assert (corpus.format, corpus.num_samples, samples(corpus)) == ("fairseq-mmap", 0, [])
 
-    @pytest.mark.parametrize("documents", [[], [1, 3], [0, 2, 1], [0, 4], [0, -1, 3]])
+    @pytest.mark.parametrize("documents", [[], [1, 3], [0, 2, 1], [0, 4], [0, -1, 3], [0, 0, 0, 2, -(1 << 63)]])
     def test_impossible_documents_are_refused(self, tmp_path, tokens, documents):
         path = write_pair(tmp_path / "c", [4, 4, 4], [0, 8, 16], tokens, documents=documents)
         with pytest.raises(SourceFormatError, match=r"c\.idx.*document indices"):
@@ -315,6 +338,15 @@ class TestHalves:
             with pytest.raises(SourceNotFoundError, match=r"c\.bin: no such file.*c\.idx is only the index"):
                 plan(path)
 
+    @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+    def test_values_that_are_no_file_are_not_called_missing(self, tmp_path, make):
+        values, index = self.copy("written-megatron-core/ragged_uint16", tmp_path)
+        values.unlink()
+        make(values)
+        for path in (index, tmp_path / "c"):
+            with pytest.raises(SourceFormatError, match=r"c\.bin: (not a regular file|a directory)"):
+                plan(path)
+
     def test_a_missing_index_is_named(self, tmp_path):
         _, index = self.copy("written-megatron-core/ragged_uint16", tmp_path)
         index.unlink()
@@ -337,7 +369,49 @@ class TestHalves:
         assert plan(tmp_path / "c.log", dtype="uint8").format == "raw"
 
 
+def write_legacy(prefix: Path, shapes, values, *, dim_offsets=None, data_offsets=None) -> Path:
+    """Write a TNTIDX pair of fairseq's kind, of int32; return the values' file."""
+    sizes = np.array([extent for shape in shapes for extent in shape], "<i8")
+    if dim_offsets is None:
+        dim_offsets = np.cumsum([0, *map(len, shapes)])
+    if data_offsets is None:
+        data_offsets = np.cumsum([0, *map(math.prod, shapes)])
+    header = struct.pack("<8sQQQQQ", b"TNTIDX\0\0", 1, 4, 4, len(shapes), len(sizes))
+    arrays = (np.asarray(numbers, "<i8").tobytes() for numbers in (dim_offsets, data_offsets, sizes))
+    prefix.with_suffix(".idx").write_bytes(header + b"".join(arrays))
+    prefix.with_suffix(".bin").write_bytes(np.asarray(values, "<i4").tobytes())
+    return prefix.with_suffix(".bin")
+
+
 class TestLegacy:
+    def test_shards_may_be_empty_or_all_1_d(self, tmp_path):
+        empty = write_legacy(tmp_path / "a", [], [])
+        flat = write_legacy(tmp_path / "b", [[1], [2]], [1, 2, 3])
+        square = write_legacy(tmp_path / "c", [[2, 2], [0, 3], []], [1, 2, 3, 4, 5])
+        wanted = {empty: [], flat: [[0], [1, 2]], square: [[[0, 1], [2, 3]], [], 4]}
+        for order in itertools.permutations(wanted):
+            corpus = plan(*order)
+            assert samples(corpus) == [sample for path in order for sample in wanted[path]]
+        assert plan(empty, flat).shapes is None
+
+    @pytest.mark.parametrize("offsets", [{"dim_offsets": [7]}, {"data_offsets": [9]}, {"data_offsets": [-1]}])
+    def test_the_first_entries_are_checked_without_items_too(self, tmp_path, offsets):
+        with pytest.raises(SourceFormatError, match="the index is damaged"):
+            plan(write_legacy(tmp_path / "c", [], [], **offsets))
+
+    def test_offsets_whose_differences_wrap_are_refused(self, tmp_path):
+        wrapping = [0, 1 << 62, -(1 << 63), -(1 << 62), 0, 5]
+        shapes = [[1 << 62]] * 4 + [[5]]
+        with pytest.raises(SourceFormatError, match="does not start where"):
+            plan(write_legacy(tmp_path / "c", shapes, range(5), data_offsets=wrapping))
+        with pytest.raises(SourceFormatError, match="dimensions of the items 0 to 4"):
+            plan(write_legacy(tmp_path / "c", shapes, range(5), dim_offsets=wrapping))
+
+    @pytest.mark.parametrize("shape", [[1] * 33, [1] * 70, [0, 1 << 62, 1 << 62]])
+    def test_shapes_that_no_array_has_are_refused(self, tmp_path, shape):
+        with pytest.raises(SourceFormatError, match=f"item 1 has {len(shape)} dimensions"):
+            plan(write_legacy(tmp_path / "c", [[2], shape], range(2 + math.prod(shape))))
+
     def test_shapes_of_shards_are_joined(self, tmp_path):
         for name in ("a", "b"):
             for suffix in (".bin", ".idx"):

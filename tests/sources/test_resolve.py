@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shmserve.config import datasets_from_arguments
 from shmserve.sources import SOURCES, Source, SourceOptions, resolve
 from shmserve.sources.shards import natural_order
-from shmserve_client.endpoint import source_key
 from shmserve_client.errors import ConfigError, SourceFormatError, SourceNotFoundError
+from shmserve_client.segment import Segment
+from tests.test_adoption import nonce_of
 
-from .reading import plan, samples
+from .reading import arrays, plan, samples
 from .test_pairs import write_pair
 
 
@@ -109,6 +111,16 @@ class TestPatterns:
         with pytest.raises(SourceNotFoundError, match=r"part_\*\.bin: no data file matches"):
             names(f"{tmp_path}/part_*.bin")
 
+    def test_brackets_that_should_be_escaped(self, tmp_path):
+        write_tokens(tmp_path / "d", "c[1]_1.bin")
+        with pytest.raises(SourceNotFoundError, match=r"no data file matches.* write \[\[\]"):
+            names(f"{tmp_path}/d/c[1]_*.bin")
+        assert names(f"{tmp_path}/d/c[[]1]_*.bin") == ["c[1]_1.bin"]
+
+    def test_a_prefix_with_brackets_is_a_prefix_first(self, tmp_path):
+        write_pair(tmp_path / "p[1]", [1], [0], np.zeros(1, "<u2"))
+        assert names(tmp_path / "p[1]") == ["p[1].bin", "p[1].idx"]
+
     def test_a_name_with_brackets_is_a_name_first(self, tmp_path):
         write_tokens(tmp_path / "d", "c[1].bin", "c1.bin")
         assert names(tmp_path / "d" / "c[1].bin") == ["c[1].bin"]
@@ -118,6 +130,14 @@ class TestPaths:
     def test_given_paths_keep_their_order(self, tmp_path):
         first, second, third = write_tokens(tmp_path / "d", "a.bin", "b.bin", "c.bin")
         assert names(third, first, second) == ["c.bin", "a.bin", "b.bin"]
+        assert plan(third, first, second).notes == plan(first).notes
+
+    def test_the_order_of_a_shells_glob_is_pointed_out(self, tmp_path):
+        paths = write_tokens(tmp_path / "d", "part_1.bin", "part_10.bin", "part_2.bin")
+        corpus = plan(*paths)
+        assert samples(corpus)[::2] == [0, 1, 2]
+        assert corpus.notes[0].startswith("the paths are not in natural order (part_10.bin before part_2.bin)")
+        assert plan(*sorted(paths, key=natural_order)).notes == plan(tmp_path / "d").notes == corpus.notes[1:]
 
     def test_a_shard_counts_once(self, tmp_path):
         first, second = write_tokens(tmp_path / "d", "a1.bin", "a2.bin")
@@ -129,13 +149,36 @@ class TestPaths:
         relative, absolute = (resolve([name], SourceOptions()) for name in ("../d/a.bin", str(path)))
         assert relative == absolute
         assert absolute.data == (str(path),)
-        assert absolute.key == source_key([str(path)], None, None)
 
     def test_missing(self, tmp_path):
         with pytest.raises(SourceNotFoundError, match="no such file, directory or prefix"):
             names(tmp_path / "c.bin")
-        with pytest.raises(SourceNotFoundError, match="remote paths are not read"):
-            names("s3://bucket/c.bin")
+
+    @pytest.mark.parametrize("path", ["s3://bucket/c.bin", "gs://bucket/c_*.bin"])
+    def test_remote_paths_are_not_read_however_absolute(self, path):
+        (dataset,) = datasets_from_arguments([[f"c={path}"]], SourceOptions())
+        for data in ([path], dataset.data):
+            with pytest.raises(SourceNotFoundError, match="remote paths are not read: mount the files"):
+                names(*data)
+
+    def test_a_name_that_is_too_long_or_leads_in_a_circle(self, tmp_path):
+        long = str(tmp_path / ("c" * 300))
+        (dataset,) = datasets_from_arguments([[long]], SourceOptions())
+        with pytest.raises(SourceFormatError, match="ccc: cannot be read: File name too long"):
+            names(*dataset.data)
+        (tmp_path / "c.bin").symlink_to("c.bin")
+        with pytest.raises(SourceFormatError, match=r"c\.bin: cannot be read: Too many levels of symbolic links"):
+            names(tmp_path / "c.bin")
+
+    def test_names_that_are_no_text_are_served(self, serve, tmp_path):
+        folder = os.fsencode(tmp_path) + b"/d\xff"
+        os.mkdir(folder)
+        paths = write_tokens(Path(os.fsdecode(folder)), "t\udcfe_10.bin", "t\udcfe_2.bin")
+        daemon = serve("--data", f"tokens={paths[0]}", paths[1])
+        assert "not in natural order (t\\udcfe_10.bin before t\\udcfe_2.bin)" in daemon.stderr
+        (dataset,) = daemon.status().datasets
+        segment = Segment.attach(dataset.path, nonce_of(dataset.path))
+        assert segment.description.source.data == tuple(f"{tmp_path}/d\\udcff/t\\udcfe_{n}.bin" for n in (10, 2))
 
     def test_what_is_no_file(self, tmp_path):
         os.mkfifo(tmp_path / "c.bin")
@@ -176,6 +219,31 @@ class TestPaths:
         assert resolved.changed()
 
 
+class TestKey:
+    """The key names the files as they are now, however they are asked for."""
+
+    def test_any_spelling_has_the_same_key(self, tmp_path):
+        (tmp_path / "d").mkdir()
+        pair = write_pair(tmp_path / "d" / "c", [1], [0], np.zeros(1, "<u2"))
+        (tmp_path / "link").symlink_to(tmp_path / "d")
+        spellings = ["d/c.bin", "d/c.idx", "d/c", "d", "d/*.bin", "d/*", "link/c.bin"]
+        keys = {resolve([f"{tmp_path}/{spelling}"], SourceOptions()).key for spelling in spellings}
+        assert keys == {resolve([str(pair)], SourceOptions(vocab_size=10)).key}
+
+    def test_other_bytes_have_another_key(self, tmp_path):
+        first, second = map(str, write_tokens(tmp_path / "d", "a.bin", "b.bin"))
+        whole = resolve([first, second], SourceOptions()).key
+        others = [
+            resolve([second, first], SourceOptions()).key,
+            resolve([first], SourceOptions()).key,
+            resolve([first, second], SourceOptions("uint16")).key,
+            resolve([first, second], SourceOptions("uint32")).key,
+        ]
+        os.utime(second, ns=(0, 0))
+        others.append(resolve([first, second], SourceOptions()).key)
+        assert len({whole, *others}) == 6
+
+
 class TestJoining:
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -212,6 +280,13 @@ class TestJoining:
         multimodal = write_pair(tmp_path / "b", [1], [0], np.zeros(1, "<u2"), documents=[0, 1], modes=[1])
         with pytest.raises(SourceFormatError, match=r"with documents, .*with documents with modes"):
             plan(plain, multimodal)
+
+    def test_an_empty_shard_may_be_multimodal(self, tmp_path):
+        empty = write_pair(tmp_path / "a", [], [], np.zeros(0), documents=[0])
+        multimodal = write_pair(tmp_path / "b", [1], [0], np.zeros(1, "<u2"), documents=[0, 1], modes=[1])
+        for order in ((empty, multimodal), (multimodal, empty)):
+            corpus = plan(*order)
+            assert arrays(corpus) == {"document_indices": [0, 1], "modes": [1]}
 
     def test_empty_shards_join(self, tmp_path):
         empty = write_pair(tmp_path / "a", [], [], np.zeros(0), documents=[0])
@@ -252,7 +327,7 @@ class TestLimits:
         with (tmp_path / "c.bin").open("wb") as values:
             values.truncate(count * length * 2)
         program = f"""
-import resource, sys, time
+import sys, time
 import numpy as np
 from shmserve.sources import SourceOptions, resolve
 started = time.perf_counter()
@@ -266,7 +341,9 @@ for first in (0, (1 << 31) // {2 * length} - 2, (1 << 32) // {2 * length} - 2, {
     assert window.view("<i8").tolist() == [{length} * (first + i) for i in range(4)], first
 end.read_into(window[:8], 0)
 assert window[:8].view("<i8")[0] == {count * length}
-print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+# Not ru_maxrss, which begins with that of the process that was forked.
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+print(seconds, peak.split()[1])
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         seconds, max_rss_kib = map(float, done.stdout.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import pickle
@@ -97,6 +98,22 @@ class TestDatatrove(SourceContract):
         with pytest.raises(SourceFormatError, match="document 1 ends at token 1"):
             plan(tmp_path / "c.ds")
 
+    def test_ends_whose_differences_wrap_are_refused(self, tmp_path):
+        np.arange(5, dtype="<u2").tofile(tmp_path / "c.ds")
+        np.array([1 << 62, -(1 << 63), -(1 << 62), 5], "<i8").tofile(tmp_path / "c.ds.index")
+        with pytest.raises(SourceFormatError, match="document 1 ends at token"):
+            plan(tmp_path / "c.ds")
+
+    def test_a_shard_without_tokens_takes_the_others_dtype(self, tmp_path):
+        for name in ("a.ds", "c.ds"):
+            (tmp_path / name).touch()
+            (tmp_path / f"{name}.index").touch()
+        np.arange(5, dtype="<u4").tofile(tmp_path / "b.ds")
+        np.array([5], "<u8").tofile(tmp_path / "b.ds.index")
+        corpus = plan(*(tmp_path / name for name in ("a.ds", "b.ds", "c.ds")))
+        assert (corpus.values.dtype, samples(corpus)) == ("uint32", [[0, 1, 2, 3, 4]])
+        assert len(corpus.notes) == 1
+
     def test_metadata_that_contradict_the_sizes_are_refused(self, tmp_path):
         np.arange(5, dtype="<u2").tofile(tmp_path / "c.ds")
         np.array([5], "<u8").tofile(tmp_path / "c.ds.index")
@@ -148,12 +165,21 @@ class TestOlmo:
             ("", "end at token 0"),
             ("start,end\n0,64\n", "not rows of start,end"),
             ("0\n", "not rows of start,end"),
+            (f"0,{1 << 64}\n{1 << 64},{1 << 65}\n", "not rows of start,end"),
+            ("0,64," + "x" * 70_000, "row 1 has 65536 characters or more"),
         ],
     )
     def test_bounds_that_do_not_fit_are_refused(self, tokens, rows, message):
         tokens.with_suffix(".csv.gz").write_bytes(gzip.compress(rows.encode()))
         with pytest.raises(SourceFormatError, match=message):
             plan(tokens)
+
+    def test_a_blank_line_and_a_long_row_are_no_damage(self, tokens):
+        wanted = samples(plan(tokens))
+        rows = gzip.decompress(tokens.with_suffix(".csv.gz").read_bytes()).decode().splitlines()
+        rows[0] += "," + "/a/long/path" * 1000
+        tokens.with_suffix(".csv.gz").write_bytes(gzip.compress("\n".join([*rows, "", ""]).encode()))
+        assert samples(plan(tokens)) == wanted
 
     @pytest.mark.parametrize(
         "damage", [lambda data: data[:-4], lambda data: b"no", lambda data: data[:20] + b"\xff" * 9]
@@ -220,6 +246,15 @@ class TestRaw:
             read(corpus.values)
 
 
+def _masked_crc32c(data: bytes) -> int:
+    """TFRecord's checksum, after RFC 3720 B.4 and the mask of `tensorflow/core/lib/hash/crc32c.h`."""
+    remainder = int.from_bytes(data, "little") ^ 0xFFFFFFFF
+    for _ in range(8 * len(data)):
+        remainder = remainder >> 1 ^ 0x82F63B78 * (remainder & 1)
+    crc = remainder ^ 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) % (1 << 32)
+
+
 class TestRefusals:
     """Files that are no tokens are told by name, whatever they are called."""
 
@@ -245,12 +280,30 @@ class TestRefusals:
             (pickle.dumps(np.arange(9)), "pickle is never loaded"),
             (b"\x10\0\0\0\0\0\0\0" + json.dumps({"a": {}}).encode().ljust(16) + bytes(60), "safetensors"),
             (bytes(257) + b"ustar\x0000" + bytes(248), "tar archive"),
-            (b"Once upon a time there was a text.\n" * 9, "text is not tokens"),
-            ("Größe: 10 €\n".encode() * 7000, "text is not tokens"),
+            (b"PK\x05\x06" + bytes(18), "empty zip"),
+            (bz2.compress(b"x" * 100), "bzip2.*decompress"),
+            (b"FEA1" + bytes(60), "Feather"),
+            (b"\xff\xd8\xff\xe0\x00\x10JFIF" + bytes(60), "JPEG"),
+            (b"\x89PNG\r\n\x1a\n" + bytes(60), "PNG"),
+            (b"\x7fELF\x02\x01\x01" + bytes(60), "ELF"),
+            (bytes(8) + b"\0\0\x08\0" + bytes(4) + b"\xde\xc0\xef\xbe" + bytes(60), "LMDB"),
+            (bytes.fromhex("ffffffff a8000000 10000000 00000a00 0c000600") + bytes(60), "Arrow stream"),
+            (struct.pack("<QI", 27, _masked_crc32c(struct.pack("<Q", 27))) + bytes(60), "TFRecord"),
         ],
     )
     def test_by_content(self, tmp_path, name, dtype, content, message):
         self.refuse(tmp_path / name, message, content, dtype=dtype)
+
+    @pytest.mark.parametrize("content", [b"Once upon a time there was a text.\n" * 9, "Größe: 10 €\n".encode() * 7000])
+    @pytest.mark.parametrize("name", ["c.bin", "c.npy", "c.tokens"])
+    def test_text(self, tmp_path, name, content):
+        self.refuse(tmp_path / name, "text is not tokens", content)
+
+    def test_tokens_that_happen_to_be_printable_need_a_dtype(self, tmp_path):
+        values = np.frombuffer(b"tokenids" * 20, "<u2")
+        values.tofile(tmp_path / "c.bin")
+        self.refuse(tmp_path / "c.bin", "text is not tokens")
+        assert samples(plan(tmp_path / "c.bin", dtype="uint16")) == values.tolist()
 
     def test_quickdraw(self, tmp_path):
         drawing = struct.pack("<Q2sbIH", 5152802093400064, b"PT", 1, 1489436550, 2)
@@ -282,7 +335,9 @@ class TestRefusals:
         (tmp_path / "c.txt").write_bytes(b"some text")
         assert samples(plan(tmp_path / "c.txt", dtype="uint8")) == list(b"some text")
 
-    @pytest.mark.parametrize("values", [[640, 1, 2], [0x0480, 0x2E95, 5], [35615, 9, 9], [0x4B50, 0x0304]])
+    @pytest.mark.parametrize(
+        "values", [[640, 1, 2], [0x0480, 0x2E95, 5], [35615, 9, 9], [0x4B50, 0x0304], [65535, 65535, 168, 0]]
+    )
     def test_tokens_that_start_like_something_else_are_served(self, tmp_path, values):
         np.array(values, "<u2").tofile(tmp_path / "c.bin")
         assert samples(plan(tmp_path / "c.bin")) == values
