@@ -157,7 +157,7 @@ def default_name(data: Sequence[str]) -> str:
     """Return what a dataset of these absolute paths is called unless it is given a name.
 
     A file's stem, a directory's name, what a pattern or several files have in common; where that is nothing, the name
-    of the folder.
+    of the folder, or in the end "data".
     """
     names = [_name_of(Path(path)) for path in data]
     common = os.path.commonprefix(names)  # noqa: RUF071  # characters are what is wanted, not path components
@@ -166,9 +166,7 @@ def default_name(data: Sequence[str]) -> str:
     if not common:
         folder = Path(data[0]).parent
         common = _WILDCARD.sub("", folder.name).strip(_SEPARATORS)
-    if not common:
-        raise ConfigError(f"no name for the dataset of {data[0]}: give one, --data NAME={data[0]}")
-    return printable(common)[:MAX_NAME_LENGTH]
+    return printable(common or "data")[:MAX_NAME_LENGTH]
 
 
 def _name_of(path: Path) -> str:

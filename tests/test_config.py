@@ -87,6 +87,7 @@ def test_an_empty_name_or_path_is_refused(argument: str) -> None:
         (["/data/books/a", "/data/books/b"], "books"),
         (["/data/train", "/data/train1"], "train"),
         (["/data/a\nb\udcff"], r"a\nb\udcff"),
+        (["/*.bin"], "data"),
     ],
 )
 def test_default_names(data: list[str], name: str) -> None:
@@ -97,11 +98,6 @@ def test_a_directory_gives_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "corpus.v2"
     folder.mkdir()
     assert default_name([str(folder)]) == "corpus.v2"
-
-
-def test_no_name_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give one, --data NAME="):
-        default_name(["/*.bin"])
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a\nb", "x" * 129, "a\x00b"])

@@ -44,9 +44,10 @@ class OwnedSegment:
         self.path = path
         self.header, self.description = read_prefix(fd)
         data_offset, total_nbytes = self.header.data_offset, self.header.total_nbytes
-        self._mapping: Mapping | None = map_private(fd, total_nbytes)
-        self._mapping.bytes[data_offset::HUGE_PAGE_NBYTES].sum()  # only what was touched can be seen to be huge
-        self.huge_nbytes = self._mapping.huge_nbytes()
+        touched = map_private(fd, total_nbytes)
+        touched.bytes[data_offset::HUGE_PAGE_NBYTES].sum()  # only what was touched can be seen to be huge
+        self.huge_nbytes = touched.huge_nbytes()
+        self._mapping: Mapping | None = map_private(fd, total_nbytes)  # another, or all would count as of this process
         can_be_huge = (total_nbytes - data_offset) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
         self.huge_refusal = _huge_refusal(can_be_huge - self.huge_nbytes, refusal_errno)
         self._unlinked = False
