@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def start_detached(args: Sequence[str], endpoint: str) -> None:
         try:
             log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
+                fcntl.flock(log_fd, fcntl.LOCK_SH)  # the daemon keeps it, by which its log is known to be in use
                 daemon = subprocess.Popen(
                     [sys.executable, "-m", "shmserve", *args, "--ready-fd", str(sender)],
                     stdin=subprocess.DEVNULL,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
-from shmserve_client.endpoint import default_directories, listening, lock_path, log_path
+from shmserve_client.endpoint import default_directories, listening, log_path
 
-from .lockfile import holder_of
-
-__all__ = ["embedded_endpoints", "remove_old_logs"]
+__all__ = ["embedded_endpoints", "is_in_use", "remove_unused_files"]
 
 
 def embedded_endpoints() -> list[str]:
@@ -17,15 +18,33 @@ def embedded_endpoints() -> list[str]:
     return [path for path in _files("e-", ".sock") if listening(path)]
 
 
-def remove_old_logs(*, dry_run: bool = False) -> list[str]:
-    """Remove the logs of detached daemons that have ended, and return their paths; with `dry_run` only return them."""
-    paths = [
-        path for path in _files("", log_path(".sock")) if holder_of(lock_path(path.removesuffix(log_path("")))) is None
-    ]
+def remove_unused_files(*, dry_run: bool = False) -> list[str]:
+    """Remove the logs of daemons that have ended and the locks of killed starters, and return their paths.
+
+    With `dry_run` nothing is removed.
+    """
+    paths = [path for path in (*_files("", log_path(".sock")), *_files("e-", ".start")) if not is_in_use(path)]
     for path in paths:
         if not dry_run:
-            os.unlink(path)
+            Path(path).unlink(missing_ok=True)  # another collection may be at it, too
     return paths
+
+
+def is_in_use(path: str) -> bool:
+    """Return whether somebody holds the lock of `path`: a daemon that of its log, a starter that of its turn."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return False
+        raise
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _files(prefix: str, suffix: str) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -64,8 +65,17 @@ _Socket = zmq.Socket[bytes]
 class Server:
     """One daemon. `run` is its whole life, in the main thread, since it takes the signals."""
 
-    def __init__(self, config: DaemonConfig, progress: Progress, on_ready: Callable[[StatusReport], None]) -> None:
-        """Prepare to serve what `config` says; `on_ready` is called once, when every dataset is served."""
+    def __init__(
+        self,
+        config: DaemonConfig,
+        progress: Progress,
+        on_ready: Callable[[StatusReport], None],
+        starter_fd: int | None = None,
+    ) -> None:
+        """Prepare to serve what `config` says; `on_ready` is called once, when every dataset is served.
+
+        `starter_fd` is a pipe to whoever waits for that: when they stop waiting before, the daemon ends.
+        """
         self.config = config
         self.catalog = Catalog(config.datasets)
         self.service = Service(self.catalog, endpoint=config.endpoint, shm_dir=config.shm_dir)
@@ -75,6 +85,7 @@ class Server:
         self.lingered_out = False
         self._progress = progress
         self._on_ready = on_ready
+        self._starter_fd = starter_fd
         self._cleanup = ExitStack()
         self._loader = Loader(config, self.catalog, progress)
         self._loading = threading.Thread(target=self._load, name="loader", daemon=True)
@@ -107,6 +118,8 @@ class Server:
     def startup(self) -> None:
         """Take the endpoint and start to load."""
         endpoint, gid = self.config.endpoint, self.config.gid
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # libzmq aborts when a client finds none left
         ensure_directory(os.path.dirname(endpoint), gid)
         lock = LockFile(lock_path(endpoint))
         self._cleanup.callback(lock.release)
@@ -150,6 +163,8 @@ class Server:
         poller = zmq.Poller()
         for source in (self._clients, self._control, self._wake_receiver.fileno()):
             poller.register(source, zmq.POLLIN)
+        if self._starter_fd is not None:
+            poller.register(self._starter_fd, zmq.POLLERR)
         patience_ms = None if self.config.linger_s is None else int(_LINGER_CHECK_S * 1000)
         while not self.should_exit:
             for source, _ in poller.poll(patience_ms):
@@ -157,9 +172,14 @@ class Server:
                     self._answer(self._clients, decode_request, self._reply)
                 elif source is self._control:
                     self._answer(self._control, decode_control, self._obey)
+                elif source == self._starter_fd:
+                    log.info("whoever started this daemon no longer waits for it")
+                    self.should_exit = True
                 else:
                     self._wake_receiver.recv(4096)
             if not self.started and self._loaded.is_set():
+                if self._starter_fd is not None:
+                    poller.unregister(self._starter_fd)
                 self._finish_start()
             elif self.started and self.config.linger_s is not None:
                 self._check_linger(self.config.linger_s)
@@ -246,7 +266,7 @@ class Server:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Take the signals that end a daemon; restore their handlers at the end. The exit status is then 0."""
+        """Take the signals that end a daemon. The exit status is then 0, also when they are sent twice."""
         taken = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
             taken.append(signal.SIGHUP)
@@ -258,7 +278,7 @@ class Server:
             yield
         finally:
             for signum, handler in previous.items():
-                signal.signal(signum, handler)
+                signal.signal(signum, signal.SIG_IGN if self.should_exit else handler)
             signal.set_wakeup_fd(previous_fd)
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:

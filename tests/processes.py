@@ -230,9 +230,13 @@ class Daemon(Child):
         self.was_killed = True
         super().kill()
 
-    def close(self, patience_s: float = 10.0) -> None:
-        """End it as `Child.close` does."""
-        super().close(patience_s)
+    def wait_no_longer(self) -> None:
+        """Close the pipe by which it says that it is ready."""
         if self._ready_fd >= 0:
             os.close(self._ready_fd)
             self._ready_fd = -1
+
+    def close(self, patience_s: float = 10.0) -> None:
+        """End it as `Child.close` does."""
+        super().close(patience_s)
+        self.wait_no_longer()

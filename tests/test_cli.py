@@ -286,7 +286,7 @@ def test_gc_removes_the_logs_of_those_that_ended(detached: Path, shm_dir: Path, 
     old = detached.with_name("old.sock.log")
     old.write_text("an error\n")
     assert run_cli("gc", "--shm-dir", shm_dir, "--dry-run").stdout == f"would remove {old}\n"
-    assert json.loads(run_cli("gc", "--shm-dir", shm_dir, "--json").stdout)["logs"] == [str(old)]
+    assert json.loads(run_cli("gc", "--shm-dir", shm_dir, "--json").stdout)["files"] == [str(old)]
     assert log.exists()
     assert not old.exists()
     assert run_cli("stop").returncode == 0

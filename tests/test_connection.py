@@ -370,3 +370,36 @@ def test_another_dataset_than_asked_for_is_a_protocol_error(path: Path) -> None:
         assert attach_when_ready(str(path), Attach(), timeout_s=10, patience_s=10) == WHERE
         with pytest.raises(ProtocolError, match="answered with dataset 'corpus' when asked for 'other'"):
             attach_when_ready(str(path), Attach("other"), timeout_s=10, patience_s=10)
+
+
+def test_too_few_descriptors_are_an_error_and_no_abort(runtime_dir: Path) -> None:
+    done = run_python(
+        """
+        import os, resource, socket, sys
+        from shmserve_client.connection import Connection
+        from shmserve_client.errors import DaemonUnreachableError
+        from shmserve_client.protocol import List
+
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(sys.argv[1])
+        listener.listen()
+        Connection(sys.argv[1], 0.1)  # so that nothing has to be imported any more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        taken = []
+        try:
+            while True:
+                taken.append(os.dup(0))
+        except OSError:
+            pass
+        for free in range(15):
+            try:
+                Connection(sys.argv[1], 0.1).request(List())
+            except DaemonUnreachableError as error:
+                print(free, error)
+            os.close(taken.pop())
+        """,
+        runtime_dir / "a.sock",
+    )
+    lines = done.stdout.splitlines()
+    assert [int(line.split()[0]) for line in lines] == list(range(15))
+    assert all("ulimit -n" in line for line in lines)

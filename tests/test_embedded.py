@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 from shmserve_client import (
     ConfigError,
     DaemonStartError,
+    EndpointError,
     ShmDataset,
     ShmserveError,
     SourceFormatError,
@@ -30,7 +32,8 @@ from shmserve_client import embedded as embedded_module
 from shmserve_client.connection import Connection
 from shmserve_client.protocol import Status, StatusReport
 from tests.corpora import RAGGED
-from tests.processes import Child, Daemon, wait_until
+from tests.fake_daemon import FakeDaemon, serving
+from tests.processes import Child, Daemon, run_cli, wait_until
 
 Serve = Callable[..., Daemon]
 LINGER_S = 1.0
@@ -351,3 +354,37 @@ def test_what_is_no_time_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match="give a number of seconds"):
         ShmDataset.from_path(corpus, **options)
     assert embedded.sockets() == []
+
+
+def test_a_daemon_in_a_directory_of_others_is_not_asked(embedded: Embedded, corpus: Path, tmp_path: Path) -> None:
+    with ShmDataset.from_path(corpus, linger=LINGER_S):
+        (socket,) = embedded.sockets()
+    embedded.wait_gone()
+    embedded.directory.chmod(0o777)
+    nonce = secrets.token_bytes(16)
+    with FakeDaemon(socket, serving(str(tmp_path / "theirs"), nonce)) as theirs:
+        with pytest.raises(EndpointError, match="open to other users"):
+            ShmDataset.from_path(corpus)
+        assert theirs.requests == []
+    embedded.directory.chmod(0o700)
+
+
+def test_a_starter_that_is_killed_leaves_its_turn_to_the_daemon(embedded: Embedded, tmp_path: Path) -> None:
+    large = tmp_path / "large.bin"
+    with open(large, "wb") as file:
+        file.truncate(1 << 30)
+    program = """
+        import sys
+        from shmserve_client import ShmDataset
+        ShmDataset.from_path(sys.argv[1], stored_dtype="uint16", block_size=8)
+    """
+    with Child.python(program, large, folder=tmp_path, env=embedded.env) as first:
+        wait_until(embedded.sockets, 20, "the daemon's socket")
+        first.kill()  # not its session: what it started goes on
+        with ShmDataset.from_path(large, stored_dtype="uint16", block_size=8, linger=LINGER_S) as dataset:
+            assert dataset[0].tolist() == [0] * 8
+            assert len(embedded.sockets()) == 1
+            daemon = psutil.Process(embedded.status().pid)
+    daemon.terminate()  # it lingers as long as the one that was killed wanted
+    (turn,) = embedded.directory.glob("*.start")  # nobody had to wait for it
+    assert str(turn) in run_cli("gc", "--shm-dir", embedded.shm_dir).stdout

@@ -18,10 +18,12 @@ LEAKS = {
     "entries in /dev/shm": "def test(): open('/dev/shm/shmserve-left-by-a-test', 'w').close()",
     "files in /dev/shm": "def test(shm_dir): (shm_dir / 'left').touch()",
     "processes": """
-        import os, subprocess
+        import subprocess
         def test(runtime_dir):
-            # An orphan in a session of its own, as a detached daemon is.
-            subprocess.run(["sh", "-c", "setsid sleep 2 >/dev/null 2>&1 </dev/null &"], check=True)
+            # An orphan in a session of its own, as a detached daemon is. Its line says that it has come that far.
+            orphan = "setsid sh -c 'echo; sleep 2; true' 2>/dev/null </dev/null &"
+            with subprocess.Popen(["sh", "-c", orphan], stdout=subprocess.PIPE) as shell:
+                assert shell.stdout.readline()
         """,
 }
 

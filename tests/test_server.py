@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgpack
@@ -23,7 +23,7 @@ import zmq
 
 from shmserve.server import _reply_to_frame
 from shmserve_client.connection import Connection
-from shmserve_client.endpoint import control_path, lock_path
+from shmserve_client.endpoint import control_path, lock_path, parse_endpoint
 from shmserve_client.errors import DaemonUnreachableError, DatasetNotReadyError, ProtocolError
 from shmserve_client.protocol import (
     MAX_INDICES,
@@ -566,3 +566,35 @@ def test_status_as_json_is_the_report(serve: Serve) -> None:
     assert report["served"] is True
     assert report["pid"] == daemon.pid
     assert report["datasets"][0]["num_samples"] == len(RAGGED_SAMPLES)
+
+
+def test_signals_that_come_again_change_nothing(serve: Serve) -> None:
+    daemon = serve("--data", RAGGED)
+    daemon.send_signal(signal.SIGTERM)
+    while daemon.process.poll() is None:  # through all of its end, the interpreter's own included
+        daemon.send_signal(signal.SIGTERM)
+    assert daemon.wait() == 0
+    assert_nothing_left(daemon)
+
+
+def test_it_ends_when_whoever_started_it_waits_no_longer(serve: Serve, tmp_path: Path) -> None:
+    daemon = serve("--data", write_sparse(tmp_path / "large.bin", A_LONG_LOAD_NBYTES), wait=False)
+    wait_until(daemon.socket.exists, what="the socket")
+    wait_until(lambda: daemon.status().datasets[0].loaded_nbytes > 0, what="the first bytes")
+    daemon.wait_no_longer()
+    assert daemon.wait(timeout_s=2.0) == 0
+    assert_nothing_left(daemon)
+
+
+def test_it_uses_as_many_descriptors_as_it_may(serve: Serve, runtime_dir: Path, shm_dir: Path, tmp_path: Path) -> None:
+    """libzmq aborts the process when it finds none for a client."""
+    endpoint = f"ipc://{runtime_dir}/shmserve/daemon.sock"
+    start = f"ulimit -Sn 64; exec {sys.executable} -m shmserve start --data {RAGGED} --shm-dir {shm_dir}"
+    with Child(["sh", "-c", f"{start} --endpoint {endpoint}"], folder=tmp_path) as daemon, ExitStack() as clients:
+        wait_until(lambda: daemon.stdout.startswith("ready"), 20, what="the daemon")
+        for _ in range(80):
+            client = clients.enter_context(socket.socket(socket.AF_UNIX))
+            client.settimeout(10)
+            client.connect(parse_endpoint(endpoint))
+        with Connection(endpoint, 5.0) as connection:
+            assert isinstance(connection.request(Hello("test")), Welcome)

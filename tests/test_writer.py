@@ -489,3 +489,21 @@ def test_out_of_memory_of_the_cgroup_is_the_same_error(shm_dir, monkeypatch):
     monkeypatch.setattr(filling.os, "posix_fallocate", refuse)
     with pytest.raises(OutOfSharedMemoryError, match="the segment needs"):
         write_tokens(shm_dir, np.zeros(5))
+
+
+def test_room_that_goes_while_loading_is_an_error_in_time(shm_dir, monkeypatch):
+    """Others may take what was free at the start, and a cgroup's limit that is reached would be a SIGKILL."""
+    asked = []
+
+    def vanish(nbytes, shm_dir, *, loading=False):
+        asked.append((nbytes, loading))
+        if nbytes <= 4 * MIB:
+            raise OutOfSharedMemoryError("taken by others")
+
+    monkeypatch.setattr(writer, "check_room", vanish)
+    monkeypatch.setattr(filling, "_ROOM_CHECK_NBYTES", 2 * MIB)
+    with pytest.raises(OutOfSharedMemoryError, match="taken by others"):
+        write_tokens(shm_dir, np.zeros(8 * MIB, np.uint8))
+    assert [loading for _, loading in asked] == [False, True, True, True]
+    assert asked[1:] == [(8 * MIB, True), (6 * MIB, True), (4 * MIB, True)]
+    assert list(shm_dir.iterdir()) == []

@@ -41,15 +41,18 @@ class _Room:
         return self.free_nbytes - self.reserve_nbytes
 
 
-def check_room(nbytes: int, shm_dir: str, *, proc: Path = _PROC) -> None:
+def check_room(nbytes: int, shm_dir: str, *, loading: bool = False, proc: Path = _PROC) -> None:
     """Return when a segment that takes `nbytes` bytes of memory fits into `shm_dir` now.
+
+    While it is `loading`, `nbytes` is what it still takes, and the reserve is no longer asked for: what others have
+    taken of it since is no reason to stop.
 
     Raises:
         OutOfSharedMemoryError: it does not fit; the message names needed, free, the limit and the remedy.
     """
     room = _tightest(shm_dir, proc)
-    if nbytes > room.usable_nbytes:
-        raise _shortage(nbytes, room)
+    if nbytes > (room.free_nbytes if loading else room.usable_nbytes):
+        raise _shortage(nbytes, room, " more" if loading else "")
 
 
 def shortage(nbytes: int, shm_dir: str, *, proc: Path = _PROC) -> OutOfSharedMemoryError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -30,6 +31,8 @@ from .protocol import (
 
 __all__ = ["Connection", "attach_when_ready", "seconds"]
 
+_DESCRIPTORS: Final = 16
+"""More than a context, a socket and its monitor take."""
 _RETURN_S: Final = 5.0
 """How long a daemon that went away in the middle of a request may take to come back."""
 _LONGEST_POLL_S: Final = 3600.0
@@ -137,6 +140,7 @@ class Connection:
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         if self._socket is not None and self._monitor is not None:
             return self._socket, self._monitor
+        _require_descriptors()
         # Connecting in ZeroMQ succeeds whether or not anybody is there: ask the kernel first.
         find_endpoint(self.path)
         self._context = zmq.Context()
@@ -164,6 +168,19 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_descriptors() -> None:
+    """Make sure that a connection will have the descriptors it needs: without them libzmq aborts the process."""
+    with contextlib.ExitStack() as taken:
+        try:
+            for _ in range(_DESCRIPTORS):
+                taken.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise DaemonUnreachableError(
+                f"a connection to the daemon needs {_DESCRIPTORS} file descriptors: {error.strerror}: raise the limit "
+                "(ulimit -n)"
+            ) from error
 
 
 def seconds(name: str, value: object) -> float:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from .connection import attach_when_ready
-from .endpoint import default_directory, ensure_directory, find_endpoints, listening, lock_path, log_path
+from .endpoint import default_directory, ensure_directory, find_endpoints, listening, lock_path, log_path, refusal
 from .errors import (
     ConfigError,
     DaemonStartError,
@@ -88,13 +88,13 @@ def serve(
     if served is not None:
         return served
     ensure_directory(directory)
-    with _one_at_a_time(os.path.join(directory, f"e-{key[:16]}.start")):
+    with _one_at_a_time(os.path.join(directory, f"e-{key[:16]}.start")) as turn:
         # Only a slot can be new. One that hung is not asked again: here, that would add up over all who wait.
         served = _find(_slots(key, directory), question, timeout_s, silent)
         if served is not None:
             return served
         endpoint = _free_slot(key, directory)
-        _start(endpoint, data, dtype, vocab_size, max(linger_s, _LEAST_LINGER_S))
+        _start(turn, endpoint, data, dtype, vocab_size, max(linger_s, _LEAST_LINGER_S))
         try:
             return _attach(endpoint, question, timeout_s)
         except DatasetNotFoundError:
@@ -163,11 +163,10 @@ def _slot(key: str, directory: str, number: int) -> str:
 
 
 def _slots(key: str, directory: str) -> list[str]:
-    """Return the sockets of the embedded daemons that there are for this source."""
-    try:
-        names = sorted(os.listdir(directory))
-    except FileNotFoundError:
+    """Return the sockets of the embedded daemons that there are for this source; only where nobody else makes any."""
+    if refusal(directory):
         return []
+    names = sorted(os.listdir(directory))
     return [os.path.join(directory, name) for name in names if re.fullmatch(rf"e-{key[:16]}\.\d+\.sock", name)]
 
 
@@ -195,8 +194,8 @@ def _is_locked(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(path: str) -> Iterator[None]:
-    """Hold the lock file `path` while the block runs, and remove it afterwards."""
+def _one_at_a_time(path: str) -> Iterator[int]:
+    """Hold the lock file `path` while the block runs, and remove it afterwards; gives the descriptor that holds it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -204,7 +203,7 @@ def _one_at_a_time(path: str) -> Iterator[None]:
             if os.fstat(fd).st_nlink == 0:
                 continue  # who held it before has removed this file: those who come now lock another one
             try:
-                yield
+                yield fd
             finally:
                 with contextlib.suppress(FileNotFoundError):  # a session's runtime directory is emptied at logout
                     os.unlink(path)
@@ -213,8 +212,14 @@ def _one_at_a_time(path: str) -> Iterator[None]:
             os.close(fd)
 
 
-def _start(endpoint: str, data: Sequence[str], dtype: str | None, vocab_size: int | None, linger_s: float) -> None:
-    """Return when a new daemon at `endpoint` serves the data. Raises DaemonStartError with what it had to say."""
+def _start(
+    turn: int, endpoint: str, data: Sequence[str], dtype: str | None, vocab_size: int | None, linger_s: float
+) -> None:
+    """Return when a new daemon at `endpoint` serves the data. Raises DaemonStartError with what it had to say.
+
+    `turn` is the lock that says whose turn it is to start one: it lasts until this start is over, even when this
+    process is killed.
+    """
     command = [sys.executable, "-m", "shmserve", "start", "--detach", "--endpoint", f"ipc://{endpoint}"]
     command += ["--linger", str(linger_s)]
     command += ["--data", *map(os.path.abspath, data)]
@@ -231,6 +236,7 @@ def _start(endpoint: str, data: Sequence[str], dtype: str | None, vocab_size: in
             stderr=messages,
             env=_environment(),
             start_new_session=True,  # a Ctrl-C here is not for the daemon
+            pass_fds=(turn,),
             check=False,
         )
         messages.seek(0)

@@ -29,6 +29,7 @@ __all__ = [
     "lock_path",
     "log_path",
     "parse_endpoint",
+    "refusal",
 ]
 
 DEFAULT_NAME: Final = "daemon.sock"
@@ -103,7 +104,7 @@ def default_directory() -> str:
         parent = os.path.dirname(directory)
         fits = len(os.fsencode(directory)) + 1 + _LONGEST_NAME_NBYTES <= MAX_SOCKET_PATH_NBYTES
         can_be_made = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
-        if fits and (can_be_made or not _refusal(directory)):
+        if fits and (can_be_made or not refusal(directory)):
             return directory
     raise EndpointError(f"no directory for the socket: none of {', '.join(candidates)} can be used, give --endpoint")
 
@@ -130,9 +131,9 @@ def ensure_directory(path: str, gid: int | None = None) -> None:
         raise EndpointError(
             f"cannot make the socket's directory {path}: {error.strerror}: choose another --endpoint"
         ) from error
-    refusal = _refusal(path)
-    if refusal:
-        raise EndpointError(f"will not use the socket's directory: {refusal}")
+    reason = refusal(path)
+    if reason:
+        raise EndpointError(f"will not use the socket's directory: {reason}")
     if gid is not None:
         try:
             os.chown(path, -1, gid)
@@ -143,7 +144,7 @@ def ensure_directory(path: str, gid: int | None = None) -> None:
         os.chmod(path, 0o710)
 
 
-def _refusal(directory: str) -> str:
+def refusal(directory: str) -> str:
     """Return why sockets in `directory` are not to be trusted, or ""."""
     try:
         status = os.lstat(directory)
@@ -163,16 +164,16 @@ def _refusal(directory: str) -> str:
 
 def _probe(path: str) -> str:
     """Return why a client cannot connect to `path`, or "" if somebody listens there, without waiting."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
             probe.connect(path)
-        except BlockingIOError:
-            return ""  # the backlog is full: somebody listens, and is slow
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
-                return "nobody listens"
-            return error.strerror or str(error)
+    except BlockingIOError:
+        return ""  # the backlog is full: somebody listens, and is slow
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+            return "nobody listens"
+        return error.strerror or str(error)
     return ""
 
 
@@ -196,7 +197,7 @@ def _search() -> tuple[list[str], dict[str, str]]:
         # A directory in /tmp may be anybody's: only what would be accepted at start is believed here, too. The node's
         # is made by root or by a service's own user, in /run, where nobody else can.
         if not reason and directory != _NODE_DIRECTORY:
-            reason = _refusal(directory)
+            reason = refusal(directory)
         if reason:
             reasons[path] = reason
         else:

@@ -26,6 +26,8 @@ __all__ = ["Filling", "Span", "ValueCheck"]
 
 _THREADS: Final = 2
 """One reads while the other waits for the kernel to clear a huge page; a third gained nothing on a local disk."""
+_ROOM_CHECK_NBYTES: Final = 256 << 20
+"""A limit of the cgroup that is reached ends in SIGKILL, and others take memory in the meantime."""
 _MAX_REFUSALS_IN_A_ROW: Final = 8
 """A kernel that has run out of huge pages takes long over each refusal, so asking ends."""
 
@@ -83,10 +85,14 @@ class Filling:
         total_nbytes: int,
         spans: Sequence[Span],
         check: ValueCheck | None,
+        check_room: Callable[[int], None],
         progress: Callable[[int, int], None],
         cancelled: threading.Event,
     ) -> None:
-        """Prepare; the spans are in ascending order and do not overlap. Gaps between them stay zeros."""
+        """Prepare; the spans are in ascending order and do not overlap. Gaps between them stay zeros.
+
+        `check_room` is called now and then with the bytes that are still to be taken.
+        """
         self._fd = fd
         self._mapping = map_shared(fd, total_nbytes)
         self._bytes = self._mapping.bytes
@@ -94,6 +100,7 @@ class Filling:
         self._spans = spans
         self._span_starts = [span.start for span in spans]
         self._check = check
+        self._check_room = check_room
         self._progress = progress
         self._cancelled = cancelled
         self._lock = threading.Lock()  # for all below
@@ -124,6 +131,8 @@ class Filling:
         while (start := self._take_window()) is not None:
             stop = min(start + HUGE_PAGE_NBYTES, self._stop)
             try:
+                if (start - self._start) % _ROOM_CHECK_NBYTES == 0:
+                    self._check_room(self._stop - start)
                 self._take_memory(start, stop)
                 self._read(start, stop)
                 if self._check is not None:

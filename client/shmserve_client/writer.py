@@ -12,6 +12,7 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,7 @@ def write_segment(
             total_nbytes=total_nbytes,
             spans=spans,
             check=check,
+            check_room=partial(check_room, shm_dir=shm_dir, loading=True),
             progress=progress,
             cancelled=cancelled,
         )

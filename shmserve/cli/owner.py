@@ -9,7 +9,7 @@ from typing import Final
 import click
 
 from shmserve.config import DEFAULT_SHM_DIR
-from shmserve.endpoints import embedded_endpoints, remove_old_logs
+from shmserve.endpoints import embedded_endpoints, remove_unused_files
 from shmserve.lockfile import holder_of
 from shmserve.orphans import Leftover, collect
 from shmserve.text import size
@@ -60,11 +60,11 @@ def _find(endpoint: str | None) -> str:
 def gc(shm_dir: str, dry_run: bool, as_json: bool) -> None:
     """Remove your segments whose daemon has ended and that no process has attached, and the logs of ended daemons."""
     collected = collect(shm_dir, dry_run=dry_run)
-    logs = remove_old_logs(dry_run=dry_run)
+    files = remove_unused_files(dry_run=dry_run)
     if as_json:
-        echo_json({**asdict(collected), "logs": logs})
+        echo_json({**asdict(collected), "files": files})
         return
-    for what in (*map(_describe, collected.removed), *map(printable, logs)):
+    for what in (*map(_describe, collected.removed), *map(printable, files)):
         click.echo(f"{'would remove' if dry_run else 'removed'} {what}")
     for leftover in collected.kept:
         pids = ", ".join(str(process.pid) for process in leftover.attached)

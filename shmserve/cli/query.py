@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import Final, NoReturn
 import click
 import numpy as np
 
-from shmserve.endpoints import embedded_endpoints
+from shmserve.endpoints import embedded_endpoints, is_in_use
 from shmserve.text import describe_dataset, duration, percent, size
 from shmserve_client.connection import Connection
 from shmserve_client.endpoint import find_endpoint, find_endpoints, listening, log_path
@@ -119,7 +118,7 @@ def _describe_report(report: StatusReport) -> str:
         f"daemon ipc://{report.endpoint}",
         f"  pid {report.pid}, version {report.daemon_version}, up {uptime}, {memory} of its own memory",
     ]
-    if os.path.exists(log_path(report.endpoint)):
+    if is_in_use(log_path(report.endpoint)):
         lines.append(f"  log {log_path(report.endpoint)}")
     for dataset in report.datasets:
         lines += _describe_dataset(dataset)

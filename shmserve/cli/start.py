@@ -162,7 +162,7 @@ def _serve(config: DaemonConfig, announcement: _Announcement) -> None:
             click.echo(readiness_line(report))
         announcement.make("ready")
 
-    server = Server(config, progress, on_ready)
+    server = Server(config, progress, on_ready, announcement.fd)
     try:
         server.run()
     finally:
@@ -198,12 +198,12 @@ class _Announcement:
     """The one line that tells whoever started this daemon how the start went, on the descriptor it gave."""
 
     def __init__(self, fd: int | None) -> None:
-        self._fd = fd
+        self.fd = fd
 
     def make(self, line: str) -> None:
         """Write the line, the first time; whoever started the daemon may have stopped listening."""
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
+        if self.fd is not None:
+            fd, self.fd = self.fd, None
             try:
                 os.write(fd, f"{printable(line)}\n".encode())
             except BrokenPipeError:
