@@ -1,6 +1,6 @@
-"""The state of every dataset that a daemon serves. The loader's thread writes it, the service reads it.
+"""The state of every dataset that a daemon serves. The loader's and the watch's threads write it.
 
-A state is immutable and replaced as a whole, so a reader sees one moment of a dataset without a lock.
+A state is immutable and replaced as a whole, so the service reads one moment of a dataset without a lock.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from shmserve_client.endpoint import ensure_directory, log_path
 from shmserve_client.errors import DaemonStartError
+from shmserve_client.locks import is_at
 
 __all__ = ["start_detached"]
 
@@ -32,9 +33,8 @@ def start_detached(args: Sequence[str], endpoint: str) -> None:
     receiver, sender = os.pipe()
     with open(receiver, encoding="utf-8", errors="replace") as announcement:
         try:
-            log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            log_fd = _open_log(log)
             try:
-                fcntl.flock(log_fd, fcntl.LOCK_SH)  # the daemon keeps it, by which its log is known to be in use
                 daemon = subprocess.Popen(
                     [sys.executable, "-m", "shmserve", *args, "--ready-fd", str(sender)],
                     stdin=subprocess.DEVNULL,
@@ -59,3 +59,16 @@ def start_detached(args: Sequence[str], endpoint: str) -> None:
     if said.startswith(_ERROR):
         raise DaemonStartError(said.removeprefix(_ERROR))
     raise DaemonStartError(f"the daemon ended with exit code {daemon.returncode} before it was ready: see {log}")
+
+
+def _open_log(path: str) -> int:
+    """Return the log, opened and locked: the daemon keeps the lock, by which its log is known to be in use."""
+    while True:
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise DaemonStartError(f"cannot open the log {path}: {error.strerror}") from error
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if is_at(fd, path):
+            return fd
+        os.close(fd)  # it was removed meanwhile, as an unused one

@@ -1,14 +1,14 @@
-"""What lies in the directories of this user's endpoints: daemons that clients started for themselves, and old logs."""
+"""What lies in the directories of this user's endpoints: daemons that clients started for themselves, and leftovers."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 
 from shmserve_client.endpoint import default_directories, listening, log_path
+from shmserve_client.locks import is_at, take_owner_lock
 
 __all__ = ["embedded_endpoints", "is_in_use", "remove_unused_files"]
 
@@ -23,28 +23,39 @@ def remove_unused_files(*, dry_run: bool = False) -> list[str]:
 
     With `dry_run` nothing is removed.
     """
-    paths = [path for path in (*_files("", log_path(".sock")), *_files("e-", ".start")) if not is_in_use(path)]
-    for path in paths:
-        if not dry_run:
-            Path(path).unlink(missing_ok=True)  # another collection may be at it, too
-    return paths
+    unused = []
+    for path in (*_files("", log_path(".sock")), *_files("e-", ".start")):
+        with _lock(path) as is_free:
+            if is_free:
+                unused.append(path)
+                if not dry_run:
+                    os.unlink(path)
+    return unused
 
 
 def is_in_use(path: str) -> bool:
     """Return whether somebody holds the lock of `path`: a daemon that of its log, a starter that of its turn."""
+    with _lock(path) as is_free:
+        return is_free is False
+
+
+@contextmanager
+def _lock(path: str) -> Iterator[bool | None]:
+    """Hold the lock of the file at `path`: True. False where somebody else does, None where there is no file of ours.
+
+    Who waits for it meanwhile sees afterwards whether the file was removed, and then makes a new one.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP):
-            return False
-        raise
+        if error.errno not in (errno.ENOENT, errno.ELOOP, errno.EACCES):
+            raise
+        yield None
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        yield take_owner_lock(fd) and (is_at(fd, path) or None)
     finally:
         os.close(fd)
-    return False
 
 
 def _files(prefix: str, suffix: str) -> Iterator[str]:

@@ -49,7 +49,7 @@ class Loader:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Have `run` give up within one step of the writer, unless a read of the source does not return."""
+        """Have `run` give up: within one step of the writer, or once the index that it plans is read."""
         self._cancelled.set()
 
     def run(self) -> None:
@@ -81,7 +81,12 @@ class Loader:
             message = f"internal error while loading {current.name!r}: {type(error).__name__}: {error}"
             self._catalog.put(current.name, Failed(DatasetFailedError(message)))
 
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise CancelledError
+
     def _find(self, config: DatasetConfig) -> _Found:
+        self._check_cancelled()
         started_s = time.monotonic()
         resolved = resolve(config.data, config.options)
         self._catalog.put(config.name, Loading(resolved.format, key=resolved.key))
@@ -135,6 +140,7 @@ class Loader:
             raise
 
     def _serve(self, found: _Found, segment: OwnedSegment, *, adopted: bool) -> None:
+        self._check_cancelled()
         if self._config.lock:
             segment.lock_pages()
         load_seconds = time.monotonic() - found.started_s

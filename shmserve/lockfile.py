@@ -1,7 +1,8 @@
 """The lock that makes a daemon the only one at its endpoint. The lock decides, never the socket or a pid in a file.
 
 It is a POSIX record lock: the kernel drops it when the process ends, however it ends, and tells who holds it without
-taking it. It also goes when the process closes any descriptor of the file, so only this module opens the file.
+taking it. It also goes when the process closes any descriptor of the file, so in the
+daemon only this module opens it.
 """
 
 from __future__ import annotations
@@ -9,22 +10,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from dataclasses import dataclass
 
 from shmserve_client.errors import AlreadyRunningError, EndpointError
-from shmserve_client.locks import FLOCK, is_at
+from shmserve_client.locks import is_at, lock_holder
 
-__all__ = ["Holder", "LockFile", "holder_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The process that holds a lock; pid 0 where it lives in a pid namespace that this process cannot see."""
-
-    pid: int
-
-    def __str__(self) -> str:
-        return f"pid {self.pid}" if self.pid else "in another pid namespace"
+__all__ = ["LockFile"]
 
 
 class LockFile:
@@ -57,26 +47,11 @@ def _acquire(path: str) -> int:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 os.close(fd)
                 raise EndpointError(f"cannot lock {path}: {error.strerror}") from error
-            holder = _holder(fd)
+            holder = lock_holder(fd)
             if holder is not None:
                 os.close(fd)
-                raise AlreadyRunningError(f"already running ({holder}) at {path.removesuffix('.lock')}") from error
+                endpoint = path.removesuffix(".lock")
+                raise AlreadyRunningError(
+                    f"already running ({holder}) at {endpoint}: stop it first, or give another --endpoint"
+                ) from error
         os.close(fd)  # its last holder removed the file, or has just let go of it: once more
-
-
-def _holder(fd: int) -> Holder | None:
-    asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
-    return None if kind == fcntl.F_UNLCK else Holder(pid)
-
-
-def holder_of(path: str) -> Holder | None:
-    """Return who holds the lock at `path`, None where nobody does. Takes nothing, so it disturbs no start."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        return _holder(fd)
-    finally:
-        os.close(fd)

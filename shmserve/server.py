@@ -248,7 +248,7 @@ class Server:
         self._loader.cancel()
         self._loading.join(_LOADER_PATIENCE_S)
         if self._loading.is_alive():
-            log.warning("the loader hangs in a read of the source, and is left behind")
+            log.warning("the loader is still reading the source, and is left behind")
 
     def _release_segments(self) -> None:
         """Remove the segments, except those that the next start may want; all of them when told to stop."""

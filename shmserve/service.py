@@ -115,7 +115,7 @@ class Service:
                 f"lookup of {len(request.indices)} bytes of indices: they are int64, at most {MAX_INDICES} of them"
             )
         if max(request.block_size, request.stride) >= 1 << 62:
-            raise BlockSizeError(f"block_size {request.block_size} or stride {request.stride} is over 2^62")
+            raise BlockSizeError(f"block_size {request.block_size} or stride {request.stride} is not below 2^62")
         samples = open_samples(
             ready.segment.description,
             ready.segment.array,
@@ -221,5 +221,5 @@ def _private_nbytes() -> int:
     """
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         fields = dict(line.split(":", 1) for line in status)
-    # Kernels without swap, and sandboxes that imitate one, leave some of them out.
+    # Kernels without swap, and some container runtimes, leave some of them out.
     return sum(int(fields.get(key, "0").split()[0]) << 10 for key in ("RssAnon", "VmSwap", "VmPTE"))

@@ -17,7 +17,7 @@ _PAUSES_PER_LOOK: Final = 100
 
 
 class Watch:
-    """Keeps `Ready.source_changed` in the catalog true to the files, a few seconds late."""
+    """Keeps `Ready.source_changed` in the catalog true to the files, a while late, a second at least."""
 
     def __init__(self, catalog: Catalog) -> None:
         """Prepare to watch what is in the catalog at any time."""

@@ -7,6 +7,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import Daemon, wait_until
+from tests.processes import Daemon, run_python, wait_until
 
 SHM = Path("/dev/shm")
 TEST_PREFIX = "shmserve-test-"
@@ -130,6 +131,24 @@ def runtime_dir(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         for process in _running_with(folder):
             process.kill()
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def run_gc(shm_dir: Path, runtime_dir: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`shmserve gc` in the test's directories alone: else it would remove the logs that this user's daemons left."""
+    program = """
+        import sys
+
+        from shmserve_client import endpoint
+
+        directory = sys.argv.pop(1)
+        endpoint.default_directories = lambda: [directory]  # before anybody imports it
+
+        from shmserve.cli import main
+
+        main()
+    """
+    return lambda *args: run_python(program, runtime_dir / "shmserve", "gc", "--shm-dir", shm_dir, *args)
 
 
 def _running_with(runtime_dir: Path) -> list[psutil.Process]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.corpora import RAGGED, write_tokens
 from tests.processes import Child, Daemon, run_cli, wait_until
 
 Serve = Callable[..., Daemon]
+RunGc = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def attach(daemon: Daemon) -> Segment:
@@ -145,7 +147,9 @@ def test_what_does_not_fit_is_loaded_anew_and_the_old_removed(
     assert [str(path) for path in again.segments()] == [only(again).path] != [old]
 
 
-def test_what_does_not_fit_but_is_read_stays_until_it_is_not(serve: Serve, corpus: Path, shm_dir: Path) -> None:
+def test_what_does_not_fit_but_is_read_stays_until_it_is_not(
+    serve: Serve, corpus: Path, shm_dir: Path, run_gc: RunGc
+) -> None:
     killed = serve("--data", corpus)
     segment = attach(killed)
     old = only(killed).path
@@ -155,10 +159,10 @@ def test_what_does_not_fit_but_is_read_stays_until_it_is_not(serve: Serve, corpu
     assert {str(path) for path in again.segments()} == {old, only(again).path}
     assert f"{old} is kept" in again.stderr
     assert Segment.attach(old, segment.header.nonce) is segment  # new workers of the old job find it
-    gc = run_cli("gc", "--shm-dir", shm_dir)
+    gc = run_gc()
     assert gc.stdout == f"kept {old} (8.0 KiB): attached by {os.getpid()}\n"
     del segment
-    gc = run_cli("gc", "--shm-dir", shm_dir)
+    gc = run_gc()
     assert gc.stdout == f"removed {old} (8.0 KiB)\n"
     assert [str(path) for path in again.segments()] == [only(again).path]
 
@@ -192,14 +196,14 @@ def test_two_starts_at_once_share_one_orphan_without_a_quarrel(serve: Serve, cor
 
 
 def test_the_segment_of_a_live_daemon_is_never_adopted_nor_collected(
-    serve: Serve, corpus: Path, runtime_dir: Path, shm_dir: Path
+    serve: Serve, corpus: Path, runtime_dir: Path, shm_dir: Path, run_gc: RunGc
 ) -> None:
     live = serve("--data", corpus)
     live.send_signal(signal.SIGSTOP)  # alive, though it does not answer
     try:
         other = serve("--data", corpus, endpoint=f"ipc://{runtime_dir}/shmserve/other.sock")
         assert not only(other).adopted
-        assert run_cli("gc", "--shm-dir", shm_dir).stdout == ""
+        assert run_gc().stdout == ""
         assert len(live.segments()) == 2
     finally:
         live.send_signal(signal.SIGCONT)
@@ -242,7 +246,9 @@ def test_rubbish_under_the_expected_name_is_replaced(
     assert tokens_of(attach(again)) == list(range(1000))
 
 
-def test_what_is_no_file_of_ours_is_left_alone(serve: Serve, corpus: Path, shm_dir: Path, tmp_path: Path) -> None:
+def test_what_is_no_file_of_ours_is_left_alone(
+    serve: Serve, corpus: Path, shm_dir: Path, tmp_path: Path, run_gc: RunGc
+) -> None:
     uid = os.geteuid()
     precious = tmp_path / "precious"
     precious.write_bytes(b"x")
@@ -253,7 +259,7 @@ def test_what_is_no_file_of_ours_is_left_alone(serve: Serve, corpus: Path, shm_d
     folder.mkdir()
     other.write_bytes(b"another user's, by its name")
     daemon = serve("--data", corpus)
-    assert run_cli("gc", "--shm-dir", shm_dir).returncode == 0
+    assert run_gc().returncode == 0
     assert {path.name for path in daemon.segments()} == {*names, Path(only(daemon).path).name}
     assert precious.read_bytes() == b"x"
     for path in (link, fifo, other):
@@ -292,19 +298,19 @@ def test_a_failed_start_leaves_what_was_there_before(
     del segment
 
 
-def test_gc_lists_before_it_removes(serve: Serve, corpus: Path, shm_dir: Path) -> None:
+def test_gc_lists_before_it_removes(serve: Serve, corpus: Path, shm_dir: Path, run_gc: RunGc) -> None:
     killed = serve("--data", f"docs={RAGGED}", "--data", corpus)
     killed.kill()
-    dry = run_cli("gc", "--dry-run", "--shm-dir", shm_dir)
+    dry = run_gc("--dry-run")
     assert dry.stdout.count("would remove") == 2
     assert len(killed.segments()) == 2
-    report = json.loads(run_cli("gc", "--json", "--shm-dir", shm_dir).stdout)
+    report = json.loads(run_gc("--json").stdout)
     assert {Path(one["path"]) for one in report["removed"]} == {
         Path(line.split()[2]) for line in dry.stdout.splitlines()
     }
     assert report["kept"] == []
     assert killed.segments() == []
-    nothing = run_cli("gc", "--shm-dir", shm_dir)
+    nothing = run_gc()
     assert (nothing.stdout, nothing.stderr) == ("", f"no orphaned segments in {shm_dir}\n")
 
 

@@ -24,6 +24,7 @@ from tests.corpora import RAGGED, RAGGED_SAMPLES, write_sparse, write_tokens
 from tests.processes import Child, Daemon, environment, run_cli, wait_until
 
 Serve = Callable[..., Daemon]
+RunGc = Callable[..., subprocess.CompletedProcess[str]]
 
 OPTIONS = {
     "start": "--data --config --dtype --vocab-size --block-size --stride --endpoint --shm-dir --group --lock --linger "
@@ -263,7 +264,10 @@ def test_detach_returns_when_everything_is_served(detached: Path, shm_dir: Path)
     assert "ragged_uint16: loaded" in Path(log_path(str(detached))).read_text()
     again = run_cli("start", "--data", RAGGED, "--shm-dir", shm_dir, "--detach")
     assert again.returncode == 3
-    assert again.stderr == f"error: already running (pid {report['pid']}) at {detached}\n"
+    assert (
+        again.stderr
+        == f"error: already running (pid {report['pid']}) at {detached}: stop it first, or give another --endpoint\n"
+    )
     status = run_cli("status")
     assert status.returncode == 0
     assert f"log {log_path(str(detached))}\n" in status.stdout
@@ -280,17 +284,19 @@ def test_the_log_goes_with_a_daemon_that_lingers_out(runtime_dir: Path, shm_dir:
     wait_until(lambda: list((runtime_dir / "shmserve").iterdir()) == [], what="the end")
 
 
-def test_gc_removes_the_logs_of_those_that_ended(detached: Path, shm_dir: Path, runtime_dir: Path) -> None:
+def test_gc_removes_the_logs_of_those_that_ended(
+    detached: Path, shm_dir: Path, runtime_dir: Path, run_gc: RunGc
+) -> None:
     assert run_cli("start", "--data", RAGGED, "--shm-dir", shm_dir, "--detach").returncode == 0
     log = Path(log_path(str(detached)))
     old = detached.with_name("old.sock.log")
     old.write_text("an error\n")
-    assert run_cli("gc", "--shm-dir", shm_dir, "--dry-run").stdout == f"would remove {old}\n"
-    assert json.loads(run_cli("gc", "--shm-dir", shm_dir, "--json").stdout)["files"] == [str(old)]
+    assert run_gc("--dry-run").stdout == f"would remove {old}\n"
+    assert json.loads(run_gc("--json").stdout)["files"] == [str(old)]
     assert log.exists()
     assert not old.exists()
     assert run_cli("stop").returncode == 0
-    assert run_cli("gc", "--shm-dir", shm_dir).stdout == f"removed {log}\n"
+    assert run_gc().stdout == f"removed {log}\n"
 
 
 def test_detach_tells_why_a_start_failed(detached: Path, shm_dir: Path, tmp_path: Path) -> None:
@@ -432,14 +438,19 @@ def test_stop_waits_for_the_end(serve: Serve) -> None:
 
 def test_the_daemons_of_from_path_are_seen_but_not_stopped(alone: None, serve: Serve, runtime_dir: Path) -> None:
     embedded = serve("--data", f"own={RAGGED}", endpoint=f"ipc://{runtime_dir}/shmserve/e-0123456789abcdef.0.sock")
-    assert run_cli("ls").stdout == "own\n"
-    assert json.loads(run_cli("status", "--json").stdout)["pid"] == embedded.pid
+    shown = run_cli("status", "--json")
+    assert json.loads(shown.stdout)["pid"] == embedded.pid
+    assert shown.returncode == 1, "a health check of the default daemon, which is not there"
+    assert shown.stderr.startswith("error: no daemon at ")
+    assert run_cli("status", "own").returncode == 0
+    elsewhere = run_cli("status", "docs")  # though all that is here is served
+    assert (elsewhere.returncode, elsewhere.stdout) == (1, "")
     stopped = run_cli("stop")
     assert stopped.returncode == 1
     assert re.fullmatch(rf"error: no daemon but .*{re.escape(embedded.endpoint)}.*--endpoint\n", stopped.stderr)
     default = serve("--data", f"docs={RAGGED}")
-    assert run_cli("ls").stdout == "docs\nown\n"
-    assert run_cli("ls", "--endpoint", default.endpoint).stdout == "docs\n"
+    assert run_cli("ls").stdout == "docs\n"
+    assert run_cli("ls", "--endpoint", embedded.endpoint).stdout == "own\n"
     report = json.loads(run_cli("status", "--json").stdout)
     assert [report["pid"], *(other["pid"] for other in report["others"])] == [default.pid, embedded.pid]
     assert f"daemon {embedded.endpoint}\n" in run_cli("status", "own").stdout
@@ -455,7 +466,8 @@ def test_the_daemons_of_from_path_are_seen_but_not_stopped(alone: None, serve: S
         embedded.send_signal(signal.SIGCONT)
     assert run_cli("stop").returncode == 0
     assert default.wait(timeout_s=2.0) == 0
-    assert run_cli("status").returncode == 0
+    left = run_cli("status")
+    assert (left.returncode, left.stdout.splitlines()[0]) == (1, f"daemon {embedded.endpoint}")
 
 
 def test_stop_of_a_daemon_that_loads(serve: Serve, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from tests.fake_daemon import FakeDaemon, serving
 from tests.processes import Child, Daemon, run_cli, wait_until
 
 Serve = Callable[..., Daemon]
+RunGc = Callable[..., subprocess.CompletedProcess[str]]
 LINGER_S = 1.0
 """Less than from_path grants outside of these tests, which is:"""
 GRANTED_LINGER_S = embedded_module._LEAST_LINGER_S
@@ -369,7 +370,9 @@ def test_a_daemon_in_a_directory_of_others_is_not_asked(embedded: Embedded, corp
     embedded.directory.chmod(0o700)
 
 
-def test_a_starter_that_is_killed_leaves_its_turn_to_the_daemon(embedded: Embedded, tmp_path: Path) -> None:
+def test_a_starter_that_is_killed_leaves_its_turn_to_the_daemon(
+    embedded: Embedded, tmp_path: Path, run_gc: RunGc
+) -> None:
     large = tmp_path / "large.bin"
     with open(large, "wb") as file:
         file.truncate(1 << 30)
@@ -387,4 +390,26 @@ def test_a_starter_that_is_killed_leaves_its_turn_to_the_daemon(embedded: Embedd
             daemon = psutil.Process(embedded.status().pid)
     daemon.terminate()  # it lingers as long as the one that was killed wanted
     (turn,) = embedded.directory.glob("*.start")  # nobody had to wait for it
-    assert str(turn) in run_cli("gc", "--shm-dir", embedded.shm_dir).stdout
+    assert str(turn) in run_gc().stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stored_dtype": np.uint16}, "stored_dtype .* a numpy name"),
+        ({"vocab_size": "a"}, "vocab_size 'a'"),
+        ({"vocab_size": 1 << 70}, "vocab_size 1180591620717411303424"),
+    ],
+)
+def test_what_is_no_option_of_a_source_is_refused(
+    embedded: Embedded, corpus: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ShmserveError, match=message):
+        ShmDataset.from_path(corpus, **options)
+    assert embedded.sockets() == []
+
+
+def test_it_may_stay_for_ever(embedded: Embedded, corpus: Path) -> None:
+    with ShmDataset.from_path(corpus, linger=float("inf"), vocab_size=np.int64(12)) as dataset:
+        assert dataset[0].tolist() == [0, 1]
+    assert run_cli("stop", "--endpoint", embedded.sockets()[0]).returncode == 0

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.lockfile import LockFile, holder_of
+from shmserve.lockfile import LockFile
 from shmserve_client.errors import AlreadyRunningError, EndpointError
+from shmserve_client.locks import holder_of
 from tests.processes import Child, wait_until
 
 HOLD = """
@@ -28,7 +29,7 @@ def path(tmp_path: Path) -> str:
 def test_the_second_is_told_who_is_first(path: str, tmp_path: Path) -> None:
     with Child.python(HOLD, path, folder=tmp_path) as first:
         wait_until(lambda: first.stdout, what="the lock")
-        with pytest.raises(AlreadyRunningError, match=rf"already running \(pid {first.pid}\) at .*/daemon.sock$"):
+        with pytest.raises(AlreadyRunningError, match=rf"already running \(pid {first.pid}\) at .*/daemon.sock: stop"):
             LockFile(path)
         holder = holder_of(path)
         assert holder is not None

@@ -175,6 +175,13 @@ class ShmDataset(Dataset[Any]):
         """
         timeout_s = seconds("timeout", options.get("timeout", 30.0))
         linger = seconds("linger", linger)
+        if not isinstance(stored_dtype, str | None):
+            raise ConfigError(f"stored_dtype {stored_dtype!r}: give a numpy name such as 'uint16'")
+        if vocab_size is not None:
+            try:
+                vocab_size = operator.index(vocab_size)
+            except TypeError:
+                raise ConfigError(f"vocab_size {vocab_size!r}: give an integer") from None
         paths = [os.path.expanduser(path) for path in data]
         served = embedded.serve(paths, stored_dtype, vocab_size, linger_s=linger, timeout_s=timeout_s)
         # `served` holds the segment attached, so that the daemon does not end before the dataset has it, too.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import itertools
 import json
+import logging
+import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,16 +29,18 @@ from .errors import (
     ConfigError,
     DaemonStartError,
     DaemonUnreachableError,
-    DatasetFailedError,
     DatasetNotFoundError,
-    ProtocolError,
-    SegmentFormatError,
-    SegmentNotFoundError,
+    EndpointError,
+    OutOfSharedMemoryError,
+    ShmserveError,
 )
+from .locks import holder_of
 from .protocol import Attach, Failure, error_from
 from .segment import Segment
 
 __all__ = ["Served", "serve"]
+
+log = logging.getLogger(__name__)
 
 _LEAST_LINGER_S: Final = 5.0
 """A new daemon lingers from the moment it is ready, and the process that started it has yet to attach."""
@@ -74,6 +78,8 @@ def serve(
         SourceFormatError: a file is of no known format, or the files are not shards of one corpus.
         ConfigError: an option is out of its range.
         DaemonStartError: a new daemon could not start or load; the message holds its own.
+        DaemonUnreachableError: the new daemon does not answer in time.
+        EndpointError: there is no directory for its socket that is this user's alone.
         SegmentNotFoundError: the new daemon's segment is in another shm directory than this process sees.
     """
     if not data:
@@ -133,14 +139,10 @@ def _find(endpoints: Iterable[str], question: Attach, timeout_s: float, silent: 
         except DaemonUnreachableError:  # it is ending, or hangs
             if time.monotonic() - started_s >= timeout_s:
                 silent.add(mark)
-        except (
-            DatasetNotFoundError,  # it serves something else, or the files as they were
-            DatasetFailedError,  # a daemon of our own will say why
-            ProtocolError,  # it is of another version
-            SegmentFormatError,  # it is of another version
-            SegmentNotFoundError,  # it is ending, or is in another container
-        ):
-            pass
+        except OutOfSharedMemoryError:  # this process's own limit, which no other daemon can help
+            raise
+        except ShmserveError as error:  # it serves other files, could not load these, is of another version, ending ...
+            log.debug("not served by the daemon at %s: %s", endpoint, error)
     return None
 
 
@@ -166,38 +168,24 @@ def _slots(key: str, directory: str) -> list[str]:
     """Return the sockets of the embedded daemons that there are for this source; only where nobody else makes any."""
     if refusal(directory):
         return []
-    names = sorted(os.listdir(directory))
-    return [os.path.join(directory, name) for name in names if re.fullmatch(rf"e-{key[:16]}\.\d+\.sock", name)]
+    paths = sorted(glob.glob(os.path.join(glob.escape(directory), f"e-{key[:16]}.*.sock")))
+    return [path for path in paths if path.removesuffix(".sock").rpartition(".")[2].isdecimal()]
 
 
 def _free_slot(key: str, directory: str) -> str:
+    """Return a slot without a daemon, also without one that has closed its socket and is about to end."""
     slots = (_slot(key, directory, number) for number in itertools.count())
-    return next(slot for slot in slots if not listening(slot) and not _is_locked(lock_path(slot)))
-
-
-def _is_locked(path: str) -> bool:
-    """Return whether a daemon holds its lock file, as one does that has closed its socket and is about to end.
-
-    The lock is taken for a moment: nobody else can want it, since starting a daemon of this source takes its turn.
-    """
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return next(slot for slot in slots if not listening(slot) and holder_of(lock_path(slot)) is None)
 
 
 @contextlib.contextmanager
 def _one_at_a_time(path: str) -> Iterator[int]:
     """Hold the lock file `path` while the block runs, and remove it afterwards; gives the descriptor that holds it."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise EndpointError(f"cannot open the lock file {path}: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink == 0:
@@ -221,7 +209,8 @@ def _start(
     process is killed.
     """
     command = [sys.executable, "-m", "shmserve", "start", "--detach", "--endpoint", f"ipc://{endpoint}"]
-    command += ["--linger", str(linger_s)]
+    if linger_s < math.inf:
+        command += ["--linger", str(linger_s)]
     command += ["--data", *map(os.path.abspath, data)]
     if dtype is not None:
         command += ["--dtype", dtype]
@@ -243,8 +232,8 @@ def _start(
         said = messages.read()
     if done.returncode:
         reason = _last_line(said, done.returncode)
-        log = log_path(endpoint)
-        raise DaemonStartError(f"{reason} (log: {log})" if os.path.exists(log) else reason)
+        path = log_path(endpoint)
+        raise DaemonStartError(f"{reason} (log: {path})" if os.path.exists(path) else reason)
 
 
 def _last_line(said: str, exit_code: int) -> str:

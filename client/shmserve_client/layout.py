@@ -208,7 +208,10 @@ def encode_prefix(
 
 
 def _pack_description(description: Description) -> bytes:
-    packed: bytes = msgpack.packb(asdict(description), use_bin_type=True)
+    try:
+        packed: bytes = msgpack.packb(asdict(description), use_bin_type=True)
+    except OverflowError as error:
+        raise SegmentFormatError(f"dataset {description.name!r} has a size beyond 2^64: {error}") from error
     return packed
 
 

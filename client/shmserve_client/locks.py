@@ -5,6 +5,8 @@ mapping keeps its description open: a process counts as attached until its last 
 
 The owner's is a `flock`. It could not count readers: forked processes share one. The readers' are read locks of the
 open file description (OFD), each on one byte far behind the end of the file that says who the reader is.
+
+A daemon's lock file has a record lock instead, whose holder can be asked for: `holder_of`.
 """
 
 from __future__ import annotations
@@ -15,14 +17,24 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["FLOCK", "READERS", "AttachedProcess", "attached_processes", "is_at", "mark_attached", "take_owner_lock"]
+__all__ = [
+    "READERS",
+    "AttachedProcess",
+    "Holder",
+    "attached_processes",
+    "holder_of",
+    "is_at",
+    "lock_holder",
+    "mark_attached",
+    "take_owner_lock",
+]
 
 READERS: Final = 1 << 62
 """The byte of a reader is `READERS + (inode of its pid namespace << 22) + pid`; pids are below 2^22."""
 _PID_BITS: Final = 22
 _F_OFD_GETLK: Final = 36  # Linux; no Python has names for them
 _F_OFD_SETLK: Final = 37
-FLOCK: Final = struct.Struct("hhqqi4x")
+_FLOCK: Final = struct.Struct("hhqqi4x")
 """The kernel's struct flock on 64-bit machines: type, whence, start, length (0: without end), pid."""
 
 
@@ -57,7 +69,7 @@ def is_at(fd: int, path: str) -> bool:
 def mark_attached(fd: int) -> None:
     """Count this process as attached for as long as the description of `fd`, its own, is open or mapped."""
     byte = READERS + (_own_pid_namespace() << _PID_BITS) + os.getpid()
-    fcntl.fcntl(fd, _F_OFD_SETLK, FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
+    fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
 
 
 def attached_processes(fd: int) -> list[AttachedProcess]:
@@ -84,8 +96,8 @@ def attached_processes(fd: int) -> list[AttachedProcess]:
 def _conflicting_lock(fd: int, start: int, stop: int) -> tuple[int, int] | None:
     """Return the range `[start, stop)` of some lock that a write lock on the given range would run into, or None."""
     length = 0 if stop == 1 << 63 else stop - start
-    asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    kind, _, lock_start, lock_length, _ = FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, asked))
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    kind, _, lock_start, lock_length, _ = _FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, asked))
     if kind == fcntl.F_UNLCK:
         return None
     return lock_start, lock_start + lock_length if lock_length else 1 << 63
@@ -103,3 +115,32 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:  # it is another user's
         return True
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a lock; pid 0 where it lives in a pid namespace that this process cannot see."""
+
+    pid: int
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}" if self.pid else "in another pid namespace"
+
+
+def lock_holder(fd: int) -> Holder | None:
+    """Return which process holds a record lock on the file of `fd`, None where nobody does. Takes nothing."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else Holder(pid)
+
+
+def holder_of(path: str) -> Holder | None:
+    """Return which process holds the lock file at `path`, None where nobody does. Disturbs no start."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        return lock_holder(fd)
+    finally:
+        os.close(fd)

@@ -167,7 +167,7 @@ class DatasetStatus:
     adopted: bool = False
     load_seconds: float = 0.0
     source_changed: bool = False
-    """Whether the files differed from what was loaded when the daemon last looked, a few seconds ago."""
+    """Whether the files differed from what was loaded when the daemon last looked, a while ago, a second at least."""
     attached_pids: list[int] = field(default_factory=list)
     """Processes of the daemon's pid namespace that have the segment mapped."""
     attached_elsewhere: int = 0

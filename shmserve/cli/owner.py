@@ -10,12 +10,12 @@ import click
 
 from shmserve.config import DEFAULT_SHM_DIR
 from shmserve.endpoints import embedded_endpoints, remove_unused_files
-from shmserve.lockfile import holder_of
 from shmserve.orphans import Leftover, collect
 from shmserve.text import size
 from shmserve_client.connection import Connection
 from shmserve_client.endpoint import control_path, find_endpoint, lock_path
 from shmserve_client.errors import DaemonUnreachableError, printable
+from shmserve_client.locks import holder_of
 from shmserve_client.protocol import Stop, Stopping
 
 from .options import Command, ask, echo_json, option
@@ -58,7 +58,7 @@ def _find(endpoint: str | None) -> str:
 @option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def gc(shm_dir: str, dry_run: bool, as_json: bool) -> None:
-    """Remove your segments whose daemon has ended and that no process has attached, and the logs of ended daemons."""
+    """Remove what your ended daemons left: segments that no process has attached, logs, locks of killed starters."""
     collected = collect(shm_dir, dry_run=dry_run)
     files = remove_unused_files(dry_run=dry_run)
     if as_json:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Final, NoReturn
+from typing import Final
 
 import click
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from shmserve.endpoints import embedded_endpoints, is_in_use
 from shmserve.text import describe_dataset, duration, percent, size
 from shmserve_client.connection import Connection
-from shmserve_client.endpoint import find_endpoint, find_endpoints, listening, log_path
+from shmserve_client.endpoint import find_endpoint, listening, log_path
 from shmserve_client.errors import DaemonUnreachableError, DatasetNotFoundError, ShmserveError, printable
 from shmserve_client.protocol import (
     MAX_INDICES,
@@ -23,13 +22,12 @@ from shmserve_client.protocol import (
     DatasetStatus,
     List,
     Lookup,
-    Message,
     Offsets,
     Status,
     StatusReport,
 )
 
-from .options import Answer, Command, ask, echo_json, option
+from .options import Command, ask, echo_json, option
 
 __all__ = ["lookup", "ls", "status"]
 
@@ -51,7 +49,8 @@ json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(ctx: click.Context, name: str | None, endpoint: str | None, as_json: bool, wait: float) -> None:
     """Show the daemon and its datasets. Exits with 0 only when everything (or NAME) is served.
 
-    Without --endpoint this is the default daemon, and those that from_path started.
+    Without --endpoint those that from_path started are shown as well; the default daemon has to be there all the same,
+    unless they serve NAME.
     """
     reports, errors = _wait_for_reports(name, endpoint, wait)
     is_served = not errors and all(dataset.state == "ready" for report in reports for dataset in report.datasets)
@@ -61,7 +60,9 @@ def status(ctx: click.Context, name: str | None, endpoint: str | None, as_json: 
     else:
         for report in reports:
             click.echo(_describe_report(report))
-    _finish(ctx, errors, is_served)
+    for error in errors:
+        click.echo(f"error: {error}", err=True)
+    ctx.exit(0 if is_served else 1)
 
 
 def _wait_for_reports(
@@ -72,7 +73,7 @@ def _wait_for_reports(
     while True:
         timeout_s = max(1.0, min(_TIMEOUT_S, deadline_s - time.monotonic()))
         try:
-            reports, errors = _ask_all(endpoint, Status(name), StatusReport, timeout_s)
+            reports, errors = _ask_all(endpoint, name, timeout_s)
             loading = any(dataset.state == "loading" for report in reports for dataset in report.datasets)
             if time.monotonic() >= deadline_s or not (loading or errors):
                 return reports, errors
@@ -83,33 +84,31 @@ def _wait_for_reports(
 
 
 def _ask_all(
-    endpoint: str | None, request: Message, kind: type[Answer], timeout_s: float
-) -> tuple[list[Answer], list[ShmserveError]]:
-    """Return the answers of the daemon at `endpoint`, or of all of this user's, and what went wrong with some of them.
+    endpoint: str | None, name: str | None, timeout_s: float
+) -> tuple[list[StatusReport], list[ShmserveError]]:
+    """Return the reports of the daemon at `endpoint`, or of all of this user's, and what went wrong with some of them.
 
     Raises:
         ShmserveError: what went wrong where nobody answered.
     """
-    paths = [] if endpoint else [*find_endpoints()[:1], *embedded_endpoints()]
-    answers: list[Answer] = []
+    paths = [] if endpoint else embedded_endpoints()
+    reports: list[StatusReport] = []
     absent: list[ShmserveError] = []
     errors: list[ShmserveError] = []
-    for path in paths or [find_endpoint(endpoint)]:
+    try:
+        paths = [find_endpoint(endpoint), *paths]
+    except DaemonUnreachableError as error:
+        (errors if name is None else absent).append(error)
+    for path in paths:
         try:
             with Connection(path, timeout_s) as connection:
-                answers.append(ask(connection, request, kind))
+                reports.append(ask(connection, Status(name), StatusReport))
         except ShmserveError as error:
             has_ended = isinstance(error, DaemonUnreachableError) and not listening(path)
             (absent if has_ended or isinstance(error, DatasetNotFoundError) else errors).append(error)
-    if not answers:
+    if not reports:
         raise (errors + absent)[0]
-    return answers, errors
-
-
-def _finish(ctx: click.Context, errors: Sequence[ShmserveError], is_good: bool) -> NoReturn:
-    for error in errors:
-        click.echo(f"error: {error}", err=True)
-    ctx.exit(0 if is_good else 1)
+    return reports, errors
 
 
 def _describe_report(report: StatusReport) -> str:
@@ -158,25 +157,25 @@ def _describe_attached(dataset: DatasetStatus) -> str:
 @click.command(cls=Command)
 @endpoint_option
 @json_option
-@click.pass_context
-def ls(ctx: click.Context, endpoint: str | None, as_json: bool) -> None:
-    """List the names of the datasets, those that are still loading and those of from_path included."""
-    replies, errors = _ask_all(endpoint, List(), Datasets, _TIMEOUT_S)
-    names = [name for reply in replies for name in reply.names]
+def ls(endpoint: str | None, as_json: bool) -> None:
+    """List the names of the datasets of one daemon, those that are still loading included."""
+    with Connection(find_endpoint(endpoint), _TIMEOUT_S) as connection:
+        names = ask(connection, List(), Datasets).names
     if as_json:
         echo_json(names)
     else:
         for name in names:
             click.echo(printable(name))
-    _finish(ctx, errors, not errors)
 
 
 @click.command(cls=Command)
 @click.argument("name")
 @click.argument("indices", metavar="INDEX...", type=click.IntRange(0, 2**63 - 1), nargs=-1, required=True)
 @option("--column", metavar="COLUMN", help="Which column.  [default: the only one]")
-@option("--block-size", type=click.IntRange(0, 2**62), metavar="B", help="Windows of B tokens; 0: stored samples.")
-@option("--stride", type=click.IntRange(1, 2**62), metavar="S", help="The step from window to window.  [default: B]")
+@option("--block-size", type=click.IntRange(0, 2**62 - 1), metavar="B", help="Windows of B tokens; 0: stored samples.")
+@option(
+    "--stride", type=click.IntRange(1, 2**62 - 1), metavar="S", help="The step from window to window.  [default: B]"
+)
 @endpoint_option
 @json_option
 def lookup(

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from shmserve.text import duration, readiness_line, size
 from shmserve_client.connection import Connection
 from shmserve_client.endpoint import default_endpoint, log_path, parse_endpoint
 from shmserve_client.errors import ShmserveError, printable
+from shmserve_client.locks import is_at, take_owner_lock
 from shmserve_client.protocol import Status, StatusReport
 
 from .options import Command, FailedError, ask, option
@@ -176,10 +176,12 @@ def _serve(config: DaemonConfig, announcement: _Announcement) -> None:
 
 
 def _remove_own_log(path: str) -> None:
-    """Remove the log of a daemon that nobody ended and nobody will ask about, if it is where this process logs."""
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(2)):
-            os.unlink(path)
+    """Remove the log of a daemon that nobody ended and nobody will ask about, if it is where this process logs.
+
+    A daemon that starts now at the same endpoint logs there, too, and holds the lock that says so.
+    """
+    if is_at(2, path) and take_owner_lock(2):
+        os.unlink(path)
 
 
 def _say_loaded(report: StatusReport, progress: Progress) -> None:

@@ -74,8 +74,8 @@ def resolve(data: Sequence[str], options: SourceOptions) -> Resolved:
     """
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ConfigError(f"dtype {options.dtype!r} is not known: use one of {', '.join(DTYPES)}")
-    if options.vocab_size is not None and options.vocab_size < 1:
-        raise ConfigError(f"vocab_size {options.vocab_size} must be at least 1")
+    if options.vocab_size is not None and not 1 <= options.vocab_size < 1 << 62:
+        raise ConfigError(f"vocab_size {options.vocab_size} must be at least 1 and less than 2^62")
     absolute = tuple(os.path.abspath(path) for path in data)
     with _explained(absolute):
         shards = find_shards(data, options)
