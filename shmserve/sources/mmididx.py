@@ -29,7 +29,7 @@ from shmserve_client.writer import Piece
 from .base import ArrayPlan, RaggedPlan, ShardPlan, Source, SourceOptions
 from .documents import plan_documents
 from .files import size_of
-from .pairs import DTYPE_BY_CODE, FLOATS_BY_CODE, MMIDIDX, PAIR_SUFFIXES, find_pair
+from .pairs import DTYPE_BY_CODE, FLOATS_BY_CODE, MMIDIDX, PAIR_SUFFIXES, open_pair
 from .pieces import FileSpan, PositionSpan
 from .runs import Entries, Run
 
@@ -66,15 +66,11 @@ class MmapPair(Source):
     @classmethod
     def recognise(cls, path: Path, head: bytes, options: SourceOptions) -> Self | None:
         """Return the pair if its index is MMIDIDX, of whichever layout has exactly its size."""
-        pair = find_pair(path, head)
-        if pair is None or not pair.head.startswith(MMIDIDX):
+        opened = open_pair(path, head, MMIDIDX, HEADER)
+        if opened is None:
             return None
-        nbytes = size_of(pair.index)
-        if nbytes < HEADER.size:
-            raise SourceFormatError(f"{pair.index}: truncated: {nbytes} bytes, its header alone has {HEADER.size}")
-        _, version, code, count = HEADER.unpack_from(pair.head)
-        if version != 1:
-            raise SourceFormatError(f"{pair.index}: MMIDIDX version {version}, only version 1 is supported")
+        pair, (code, count) = opened
+        nbytes = pair.nbytes
         if code not in DTYPE_BY_CODE and code not in FLOATS_BY_CODE:
             raise SourceFormatError(f"{pair.index}: unknown dtype code {code}, known are 1 to 10")
         if nbytes == HEADER.size + 12 * count:

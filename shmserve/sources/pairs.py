@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -9,9 +10,9 @@ from typing import Final
 from shmserve_client.errors import SourceFormatError
 
 from .base import HEAD_NBYTES
-from .files import missing, read_head
+from .files import missing, read_head, size_of
 
-__all__ = ["DTYPE_BY_CODE", "FLOATS_BY_CODE", "MMIDIDX", "PAIR_SUFFIXES", "TNTIDX", "Pair", "find_pair", "index_of"]
+__all__ = ["DTYPE_BY_CODE", "FLOATS_BY_CODE", "MMIDIDX", "PAIR_SUFFIXES", "TNTIDX", "Pair", "index_of", "open_pair"]
 
 MMIDIDX = b"MMIDIDX\0\0"
 TNTIDX = b"TNTIDX\0\0"
@@ -35,10 +36,11 @@ FLOATS_BY_CODE: Final = {6: ("float64", "float32"), 7: ("float32", "float64")}
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two files, and the first HEAD_NBYTES bytes of the index."""
+    """The two files, and the index's size in bytes and first HEAD_NBYTES bytes."""
 
     index: Path
     values: Path
+    nbytes: int
     head: bytes
 
 
@@ -48,8 +50,38 @@ def index_of(values: Path) -> Path | None:
     return index if values != index and index.is_file() and (values == named or not named.exists()) else None
 
 
-def find_pair(path: Path, head: bytes) -> Pair | None:
-    """Return the pair whose index starts with a known magic and that the file `path` is half of, or None.
+def open_pair(path: Path, head: bytes, magic: bytes, header: struct.Struct) -> tuple[Pair, tuple[int, ...]] | None:
+    """Return the pair that the file `path` is half of, and what its index's header says; None for other magics.
+
+    Args:
+        path: either half.
+        head: its first HEAD_NBYTES bytes.
+        magic: what the index starts with.
+        header: magic, version, which must be 1, and the fields that are returned.
+
+    Raises:
+        SourceNotFoundError: the values are missing.
+        SourceFormatError: the two names are swapped, the values are no regular file, or the index is truncated or of
+            another version.
+    """
+    files = _find_pair(path, head)
+    if files is None:
+        return None
+    index, values, head = files
+    if not head.startswith(magic):
+        return None
+    nbytes = size_of(index)
+    if nbytes < header.size:
+        raise SourceFormatError(f"{index}: truncated: {nbytes} bytes, its header alone has {header.size}")
+    _, version, *fields = header.unpack_from(head)
+    if version != 1:
+        name = magic.rstrip(b"\0").decode()
+        raise SourceFormatError(f"{index}: {name} version {version}, only version 1 is supported")
+    return Pair(index, values, nbytes, head), tuple(fields)
+
+
+def _find_pair(path: Path, head: bytes) -> tuple[Path, Path, bytes] | None:
+    """Return (index, values, head of the index) where the index starts with a known magic, or None.
 
     Raises:
         SourceNotFoundError: the values are missing.
@@ -60,10 +92,10 @@ def find_pair(path: Path, head: bytes) -> Pair | None:
         if index is None:
             return None
         head = read_head(index, HEAD_NBYTES)
-        return Pair(index, path, head) if head.startswith(_MAGICS) else None
+        return (index, path, head) if head.startswith(_MAGICS) else None
     values = path.with_suffix(".bin")
     if values == path:
         raise SourceFormatError(f"{path}: an index, by its first bytes: name it .idx, and its values .bin")
     if not values.is_file():
         raise missing(values, f", and {path} is only the index of what belongs there")
-    return Pair(path, values, head)
+    return path, values, head

@@ -33,7 +33,7 @@ from shmserve_client.layout import DTYPES, MAX_DIMENSIONS, MAX_ITEMS
 from .base import ArrayPlan, RaggedPlan, ShardPlan, Source, SourceOptions
 from .documents import plan_documents
 from .files import chunks, first_fall, read_array, size_of
-from .pairs import DTYPE_BY_CODE, FLOATS_BY_CODE, PAIR_SUFFIXES, TNTIDX, find_pair
+from .pairs import DTYPE_BY_CODE, FLOATS_BY_CODE, PAIR_SUFFIXES, TNTIDX, open_pair
 from .pieces import FileSpan, PositionSpan, ShiftedSpan
 
 __all__ = ["LegacyPair"]
@@ -69,15 +69,11 @@ class LegacyPair(Source):
     @classmethod
     def recognise(cls, path: Path, head: bytes, options: SourceOptions) -> Self | None:
         """Return the pair if its index is TNTIDX, of whichever kind has exactly its size."""
-        pair = find_pair(path, head)
-        if pair is None or not pair.head.startswith(TNTIDX):
+        opened = open_pair(path, head, TNTIDX, HEADER)
+        if opened is None:
             return None
-        nbytes = size_of(pair.index)
-        if nbytes < HEADER.size:
-            raise SourceFormatError(f"{pair.index}: truncated: {nbytes} bytes, its header alone has {HEADER.size}")
-        _, version, code, itemsize, count, sizes = HEADER.unpack_from(pair.head)
-        if version != 1:
-            raise SourceFormatError(f"{pair.index}: TNTIDX version {version}, only version 1 is supported")
+        pair, (code, itemsize, count, sizes) = opened
+        nbytes = pair.nbytes
         known = (DTYPE_BY_CODE[code],) if code in DTYPE_BY_CODE else FLOATS_BY_CODE.get(code, ())
         dtype = next((name for name in known if DTYPES[name].itemsize == itemsize), None)
         if dtype is None:
