@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
-from shmserve_client import ShmDataset
+from shmserve_client import DistributedSampler, ShmDataset
 
 
 class Block(nn.Module):

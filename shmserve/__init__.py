@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from shmserve_client.version import __version__
 
 if TYPE_CHECKING:
-    from shmserve_client import ShmDataset
+    from shmserve_client import BatchLoader, DistributedSampler, ShmDataset
 
-__all__ = ["ShmDataset", "__version__"]
+__all__ = ["BatchLoader", "DistributedSampler", "ShmDataset", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ShmDataset":
+    if name in __all__:
         import shmserve_client
 
-        return shmserve_client.ShmDataset
+        return getattr(shmserve_client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

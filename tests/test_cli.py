@@ -34,6 +34,8 @@ OPTIONS = {
     "ls": "--endpoint --json",
     "lookup": "--column --block-size --stride --endpoint --json",
     "inspect": "--dtype --vocab-size --json",
+    "monitor": "--output --interval --endpoint",
+    "plot": "--output",
     "gc": "--shm-dir --dry-run --json",
     "demo": "--ranks --workers --steps",
 }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shmserve.demo.corpus import Corpus, write_corpus
-from shmserve.demo.memory import measure
+from shmserve_client.memory import measure
 from tests.processes import Child, Daemon, wait_until
 
 RANKS = 2
@@ -135,9 +135,8 @@ def test_every_stored_sample_arrives_in_every_worker(
 def test_the_daemon_stays_small_and_knows_no_torch(serve: Callable[..., Daemon], tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus", 64 << 20)
     daemon = serve("--data", corpus.tokens_file)
-    (segment,) = daemon.segments()
 
-    held = measure(daemon.pid, str(segment))
+    held = measure(daemon.pid)
 
     assert held.private <= 60 << 20
     assert daemon.status().private_nbytes <= 60 << 20

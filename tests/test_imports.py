@@ -51,9 +51,12 @@ def test_without_torch_the_error_says_what_to_install() -> None:
 
 
 def test_the_names_are_those_promised() -> None:
-    assert shmserve.__all__ == ["ShmDataset", "__version__"]
+    assert shmserve.__all__ == ["BatchLoader", "DistributedSampler", "ShmDataset", "__version__"]
     assert shmserve_client.__all__ == [
         "AlreadyRunningError",
+        "Batch",
+        "BatchLoader",
+        "BatchedDataset",
         "BlockSizeError",
         "ConfigError",
         "DaemonStartError",
@@ -63,7 +66,10 @@ def test_the_names_are_those_promised() -> None:
         "DatasetInfo",
         "DatasetNotFoundError",
         "DatasetNotReadyError",
+        "DatasetSplit",
+        "DistributedSampler",
         "EndpointError",
+        "MemoryMonitor",
         "OutOfSharedMemoryError",
         "ProtocolError",
         "SampleIndexError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -30,10 +31,18 @@ from .errors import (
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .batch_loader import BatchLoader
+    from .batches import Batch, BatchedDataset
     from .dataset import DatasetInfo, ShmDataset
+    from .monitor import MemoryMonitor
+    from .sampler import DistributedSampler
+    from .splits import DatasetSplit
 
 __all__ = [
     "AlreadyRunningError",
+    "Batch",
+    "BatchLoader",
+    "BatchedDataset",
     "BlockSizeError",
     "ConfigError",
     "DaemonStartError",
@@ -43,7 +52,10 @@ __all__ = [
     "DatasetInfo",
     "DatasetNotFoundError",
     "DatasetNotReadyError",
+    "DatasetSplit",
+    "DistributedSampler",
     "EndpointError",
+    "MemoryMonitor",
     "OutOfSharedMemoryError",
     "ProtocolError",
     "SampleIndexError",
@@ -60,9 +72,24 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("DatasetInfo", "ShmDataset"):
-        from . import dataset
+_ON_FIRST_USE = {
+    "Batch": ".batches",
+    "BatchLoader": ".batch_loader",
+    "BatchedDataset": ".batches",
+    "DatasetInfo": ".dataset",
+    "DatasetSplit": ".splits",
+    "DistributedSampler": ".sampler",
+    "MemoryMonitor": ".monitor",
+    "ShmDataset": ".dataset",
+}
 
-        return getattr(dataset, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_ON_FIRST_USE[name], __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"{name} needs torch: pip install 'shmserve[torch]'", name="torch") from error

@@ -12,8 +12,10 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Dataset
 
 from . import embedded
+from .batches import BatchedDataset, gather
 from .connection import attach_when_ready, seconds
 from .endpoint import find_endpoint
 from .errors import BlockSizeError, ConfigError, DatasetClosedError
@@ -21,15 +23,8 @@ from .protocol import Attach
 from .remote import RemoteOffsets
 from .samples import Samples, find_column, open_samples
 from .segment import Segment
-
-try:
-    from torch.utils.data import Dataset
-
-    from .tensors import DtypeOption, OpenColumn, Transform, remote_reader, shared_reader, tensor_maker
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError("ShmDataset needs torch: pip install 'shmserve[torch]'", name="torch") from error
+from .splits import DatasetSplit, split
+from .tensors import DtypeOption, OpenColumn, Transform, remote_reader, shared_reader, tensor_maker
 
 __all__ = ["DatasetInfo", "ShmDataset"]
 
@@ -279,6 +274,76 @@ class ShmDataset(Dataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
+
+    def batch(
+        self,
+        indices: Iterable[Any],
+        length: int | None = None,
+        pad: Any = 0,
+        dtype: DtypeOption = None,
+        out: Any = None,
+    ) -> Any:
+        """Return samples as one `Batch`, or, with several columns, a dict of them: copies, made without one per sample.
+
+        Where samples differ in length, and for windows, `values` is n x length x the other extents, which must agree
+        within the batch. Where all have one shape it is n x that shape.
+
+        Args:
+            indices: as `__getitems__` takes them.
+            length: where samples are cut, and up to which they are padded, along their first axis. None is the longest
+                of the batch, or what `out` has. Columns of one shape are left as they are.
+            pad: the number to pad with.
+            dtype: the dtype of `values`. None is the dtype that the dataset was opened with; without one, int64 for
+                integers, and the stored dtype for all others. "stored" is the stored one in any case.
+            out: a contiguous CPU tensor of that dtype, with n rows or more, or a dict of them; `values` is a view of
+                its first n rows.
+
+        Raises:
+            ConfigError: an option is impossible for this data, or the dataset has a transform.
+            SampleIndexError: no sample has one of the indices.
+            SampleTypeError: they are not integers.
+            SampleValueError: a stored value does not fit the dtype.
+            SegmentFormatError: the segment's offsets are damaged there.
+            DatasetClosedError: after `close`.
+        """
+        attached = self._attach()
+        if self._transform is not None:
+            raise ConfigError(f"dataset {self.name!r} has a transform, which works on samples: batch one without it")
+        return gather(
+            attached.columns,
+            attached.samples.positions(indices),
+            Samples.extents if attached.remote is None else attached.remote.extents,
+            length=length,
+            pad=pad,
+            dtype=self._dtype if dtype is None else dtype,
+            out=out,
+        )
+
+    def batched(self, length: int | None = None, pad: Any = 0, dtype: DtypeOption = None) -> BatchedDataset:
+        """Return a view of this dataset that gives a DataLoader whole batches, made by `batch` with these options.
+
+        `DataLoader(view, batch_size=64, collate_fn=view.collate_fn)`; `BatchLoader(view, 64)`.
+
+        Raises:
+            ConfigError: an option is impossible for this data, or the dataset has a transform.
+        """
+        return BatchedDataset(self, length, pad, dtype)
+
+    def split(self, lengths: Sequence[float], seed: int = 0) -> list[DatasetSplit]:
+        """Return disjoint random parts that together are this dataset, whatever its length in O(1) memory.
+
+        The same seed gives the same parts in every process and run. Windows that overlap, because their stride is less
+        than their block_size, share items across parts.
+
+        Args:
+            lengths: fractions that sum to 1, or counts that sum to `len`. As for torch's `random_split`, fractions are
+                rounded down, and what is left goes to the parts in turn.
+            seed: any integer.
+
+        Raises:
+            ConfigError: the lengths are neither.
+        """
+        return split(self, lengths, seed)
 
     def lookup(self, indices: ArrayLike, column: str | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where samples lie: (offsets, nbytes), in bytes from the segment's start, each int64 of shape (n,).

@@ -8,7 +8,6 @@ would read gigabytes.
 from __future__ import annotations
 
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
@@ -16,14 +15,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import (
-    BlockSizeError,
-    ConfigError,
-    ProtocolError,
-    SampleIndexError,
-    SampleTypeError,
-    SegmentFormatError,
-)
+from .errors import BlockSizeError, ConfigError, ProtocolError, SegmentFormatError
+from .indices import Indexed, Int64s
 from .layout import Array, Column, Description, is_shape
 
 __all__ = ["Int64s", "Samples", "find_column", "open_samples"]
@@ -33,24 +26,33 @@ ArrayReader: TypeAlias = Callable[[Array], NDArray[Any]]
 SampleReader: TypeAlias = Callable[[int], NDArray[Any]]
 """Gives sample i as a view; its caller has checked that 0 <= i < count. It must not hold the Samples that holds it: a
 cycle would keep the segment attached until the next garbage collection."""
-Int64s: TypeAlias = NDArray[np.int64]
 
 
-class Samples(ABC):
+class Samples(Indexed, ABC):
     """The samples of one column, indexed like a list of numpy views; the views alias the segment and keep it mapped."""
 
-    noun = "samples"
+    shape: tuple[int, ...] | None = None
+    """The shape that all samples have where it belongs to the column; None where their first axis can be chosen."""
 
     def __init__(self, column: Column, values: NDArray[Any], count: int, read: SampleReader) -> None:
         """Hold `count` samples among the 1-d `values` of `column`."""
         self.column: Final = column
         self.values: Final = values
-        self.count: Final = count
+        self.count = count
         self.read: Final = read
 
     @abstractmethod
     def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
         """Return the half-open item ranges (starts, stops) of the samples, unchecked."""
+
+    @abstractmethod
+    def first_axes(self, positions: Int64s, counts: Int64s) -> tuple[Int64s, tuple[int, ...]]:
+        """Return (lengths, others) of samples that have so many items: their first extents, and all other extents.
+
+        Raises:
+            ConfigError: the other extents differ between these samples, or one of them has no axis.
+            SegmentFormatError: such a sample does not have that many items.
+        """
 
     @abstractmethod
     def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
@@ -69,52 +71,6 @@ class Samples(ABC):
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         return map(self.read, range(self.count))
-
-    def position(self, index: Any) -> int:
-        """Return `index`, any integer, negative ones counted from the end, as one in [0, count).
-
-        Raises:
-            SampleIndexError: no sample has it.
-            SampleTypeError: it is not an integer.
-        """
-        try:
-            number = operator.index(index)
-        except TypeError:
-            raise _not_an_index(index) from None
-        position = number + self.count if number < 0 else number
-        if not 0 <= position < self.count:
-            raise self._out_of_range(number)
-        return position
-
-    def positions(self, indices: Any) -> Int64s:
-        """Return what `position` does for each of `indices`: a 1-d array or tensor, or anything that is iterated.
-
-        Raises:
-            SampleIndexError: no sample has one of them.
-            SampleTypeError: they are not integers, or an array of booleans, which would mean a mask elsewhere.
-        """
-        given = np.asarray(indices) if hasattr(indices, "__array__") else None
-        if given is None or given.dtype.kind == "O":
-            try:
-                each = iter(indices)
-            except TypeError:
-                raise _not_indices(indices) from None
-            return np.array([self.position(index) for index in each], np.int64)
-        if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-            raise _not_indices(indices)
-        outside = np.flatnonzero((given < -self.count) | (given >= self.count))
-        if outside.size:
-            raise self._out_of_range(int(given[outside[0]]))
-        positions = given.astype(np.int64)
-        positions[positions < 0] += self.count
-        return positions
-
-    def span(self, indices: slice) -> range:
-        """Return the positions that a slice selects. Raises SampleTypeError where its ends are not integers."""
-        try:
-            return range(*indices.indices(self.count))
-        except TypeError:
-            raise _not_an_index(indices) from None
 
     def extents(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """Return (offsets, nbytes) of the samples: bytes from the segment's start, and sizes in bytes, each int64.
@@ -160,13 +116,6 @@ class Samples(ABC):
         start = (offset - self.column.values.offset) // self.values.itemsize
         return self._shaped(position, self.values[start : start + nbytes // self.values.itemsize])
 
-    def _out_of_range(self, index: int) -> SampleIndexError:
-        return SampleIndexError(f"index {index} is out of range: there are {self.count} {self.noun}{self._remark()}")
-
-    def _remark(self) -> str:
-        """Return what more there is to say about the count."""
-        return ""
-
 
 class _Ragged(Samples):
     """Sample i is `values[offsets[i]:offsets[i + 1]]`."""
@@ -178,6 +127,9 @@ class _Ragged(Samples):
 
     def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
         return self.offsets[indices], self.offsets[indices + 1]
+
+    def first_axes(self, positions: Int64s, counts: Int64s) -> tuple[Int64s, tuple[int, ...]]:
+        return counts, ()
 
     def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
         return items
@@ -197,6 +149,24 @@ class _RaggedNd(Samples):
     def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
         return self.offsets[indices], self.offsets[indices + 1]
 
+    def first_axes(self, positions: Int64s, counts: Int64s) -> tuple[Int64s, tuple[int, ...]]:
+        name, first = self.column.name, 0
+        lengths = np.empty_like(counts)
+        others: tuple[int, ...] = ()
+        for number, (index, count) in enumerate(zip(positions.tolist(), counts.tolist(), strict=True)):
+            shape = _shape_of(name, index, count, self.shapes, self.shape_offsets)
+            if not shape:
+                raise ConfigError(f"sample {index} of column {name!r} is a scalar: a batch pads samples with an axis")
+            if number == 0:
+                first, others = index, tuple(shape[1:])
+            if tuple(shape[1:]) != others:
+                raise ConfigError(
+                    f"samples {first} and {index} of column {name!r} have the extents {list(others)} and {shape[1:]} "
+                    "behind the first: a batch pads the first axis only, so take them one by one"
+                )
+            lengths[number] = shape[0]
+        return lengths, others
+
     def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
         return items.reshape(_shape_of(self.column.name, index, len(items), self.shapes, self.shape_offsets))
 
@@ -206,17 +176,21 @@ class _Fixed(Samples):
 
     def __init__(self, column: Column, array: ArrayReader) -> None:
         rows = array(column.values)
-        self._shape = rows.shape[1:]
+        self.shape: tuple[int, ...] = rows.shape[1:]
         super().__init__(column, rows.reshape(-1), len(rows), _fixed_reader(rows))
 
     def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
-        length = math.prod(self._shape)
+        length = math.prod(self.shape)
         return indices * length, (indices + 1) * length
 
+    def first_axes(self, positions: Int64s, counts: Int64s) -> tuple[Int64s, tuple[int, ...]]:
+        _expect_shape(self.column.name, positions, counts, self.shape)
+        return np.full_like(counts, self.shape[0] if self.shape else 1), self.shape[1:]
+
     def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
-        if math.prod(self._shape) != len(items):
-            raise _misshapen(self.column.name, index, len(items), self._shape)
-        return items.reshape(self._shape)
+        if math.prod(self.shape) != len(items):
+            raise _misshapen(self.column.name, index, len(items), self.shape)
+        return items.reshape(self.shape)
 
 
 class _Windows(Samples):
@@ -233,6 +207,10 @@ class _Windows(Samples):
     def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
         starts = indices * self._stride
         return starts, starts + self._block_size
+
+    def first_axes(self, positions: Int64s, counts: Int64s) -> tuple[Int64s, tuple[int, ...]]:
+        _expect_shape(self.column.name, positions, counts, (self._block_size,))
+        return counts, ()
 
     def _shaped(self, index: int, items: NDArray[Any]) -> NDArray[Any]:
         if len(items) != self._block_size:
@@ -297,6 +275,12 @@ def _shape_of(name: str, index: int, length: int, shapes: Int64s, shape_offsets:
     return shape
 
 
+def _expect_shape(name: str, positions: Int64s, counts: Int64s, shape: tuple[int, ...]) -> None:
+    wrong = np.flatnonzero(counts != math.prod(shape))
+    if wrong.size:
+        raise _misshapen(name, int(positions[wrong[0]]), int(counts[wrong[0]]), shape)
+
+
 def _damaged(name: str, index: int, start: int, stop: int, values: NDArray[Any]) -> SegmentFormatError:
     return SegmentFormatError(
         f"segment is damaged: sample {index} of column {name!r} is [{start}, {stop}) of {len(values)} items"
@@ -305,19 +289,6 @@ def _damaged(name: str, index: int, start: int, stop: int, values: NDArray[Any])
 
 def _misshapen(name: str, index: int, length: int, shape: object) -> SegmentFormatError:
     return SegmentFormatError(f"sample {index} of column {name!r} has {length} items, but its shape is {shape}")
-
-
-def _not_an_index(index: object) -> SampleTypeError:
-    return SampleTypeError(f"{_brief(index)} is no index: samples are indexed by integers, and slices of them")
-
-
-def _not_indices(indices: object) -> SampleTypeError:
-    return SampleTypeError(f"{_brief(indices)} is no list of indices: give integers, or a 1-d array of them")
-
-
-def _brief(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}... ({type(value).__name__})"
 
 
 def find_column(description: Description, name: str | None) -> Column:

@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 from .errors import ConfigError, SampleValueError
 from .samples import Int64s, Samples
 
-__all__ = ["DtypeOption", "OpenColumn", "Transform", "remote_reader", "shared_reader", "tensor_maker"]
+__all__ = [
+    "DtypeOption",
+    "Limits",
+    "OpenColumn",
+    "Transform",
+    "numpy_dtype",
+    "remote_reader",
+    "shared_reader",
+    "tensor_maker",
+    "value_limits",
+]
 
 DtypeOption: TypeAlias = "torch.dtype | Literal['stored'] | None"
 Transform: TypeAlias = Callable[[Any], Any]
@@ -47,9 +57,8 @@ def tensor_maker(stored: np.dtype[Any], dtype: DtypeOption, *, private: bool) ->
         )
     if stored.kind == "c" and not dtype.is_complex:
         raise ConfigError(f"dtype {dtype}: the data is {stored.name}, which has no such value")
-    try:
-        target = torch.empty(0, dtype=dtype).numpy().dtype
-    except (TypeError, RuntimeError):  # a dtype that numpy lacks, such as bfloat16
+    target = numpy_dtype(dtype)
+    if target is None:
         make = _converting_in_torch(tensor_maker(stored, None, private=private), dtype)
         try:
             make(np.zeros(1, stored), 0)
@@ -57,6 +66,14 @@ def tensor_maker(stored: np.dtype[Any], dtype: DtypeOption, *, private: bool) ->
             raise ConfigError(f"dtype {dtype}: torch does not convert {stored.name} to it") from error
         return make
     return _same_dtype(private) if target == stored else _converting(stored, target)
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """Return numpy's name for it, or None for what numpy lacks, such as bfloat16."""
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except (TypeError, RuntimeError):
+        return None
 
 
 def _same_dtype(private: bool) -> TensorMaker:
@@ -69,15 +86,13 @@ def _same_dtype(private: bool) -> TensorMaker:
 
 def _converting(stored: np.dtype[Any], target: np.dtype[Any]) -> TensorMaker:
     from_numpy = torch.from_numpy
-    if target.kind not in "iu" or np.can_cast(stored, target, "safe"):
+    limits = value_limits(stored, target)
+    if limits is None:
         return lambda view, index: from_numpy(view.astype(target))
-    limits = np.iinfo(target)
-    least, most = int(limits.min), int(limits.max)
 
     def make(view: NDArray[Any], index: int) -> torch.Tensor:
-        # Written so that NaN is refused, too.
-        if view.size and not (least <= view.min().item() and view.max().item() < most + 1):
-            raise _does_not_fit(view, index, least, most, target.name)
+        if not limits.hold(view):
+            raise limits.error(view, index)
         return from_numpy(view.astype(target))
 
     return make
@@ -87,13 +102,34 @@ def _converting_in_torch(make: TensorMaker, dtype: torch.dtype) -> TensorMaker:
     return lambda view, index: make(view, index).to(dtype)
 
 
-def _does_not_fit(view: NDArray[Any], index: int, least: int, most: int, name: str) -> SampleValueError:
-    values = view.reshape(-1).tolist()
-    position = next(i for i, value in enumerate(values) if not least <= value < most + 1)
-    return SampleValueError(
-        f"sample {index} holds {values[position]} at position {position}, which does not fit {name}: "
-        'dtype="stored" gives the values as they are'
-    )
+@dataclass(frozen=True)
+class Limits:
+    """The values that an integer dtype can hold: from `least` to `most`, both included."""
+
+    least: int
+    most: int
+    name: str
+
+    def hold(self, values: NDArray[Any]) -> bool:
+        """Return whether all of `values` are among them; NaN is not."""
+        return not values.size or (self.least <= values.min().item() and values.max().item() < self.most + 1)
+
+    def error(self, view: NDArray[Any], index: int) -> SampleValueError:
+        """Return the error for sample `index`, which they do not hold."""
+        values = view.reshape(-1).tolist()
+        position = next(i for i, value in enumerate(values) if not self.least <= value < self.most + 1)
+        return SampleValueError(
+            f"sample {index} holds {values[position]} at position {position}, which does not fit {self.name}: "
+            'dtype="stored" gives the values as they are'
+        )
+
+
+def value_limits(stored: np.dtype[Any], target: np.dtype[Any]) -> Limits | None:
+    """Return what limits a conversion to `target`, or None where any value of `stored` can be converted."""
+    if target.kind not in "iu" or np.can_cast(stored, target, "safe"):
+        return None
+    info = np.iinfo(target)
+    return Limits(int(info.min), int(info.max), target.name)
 
 
 @dataclass(frozen=True)

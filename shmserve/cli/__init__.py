@@ -15,10 +15,12 @@ from shmserve_client.version import __version__
 
 from .demo import demo
 from .inspect import inspect
+from .monitor import monitor, plot
 from .options import Group, option
 from .owner import gc, stop
-from .query import lookup, ls, status
+from .query import lookup, ls
 from .start import start
+from .status import status
 
 __all__ = ["cli", "main"]
 
@@ -35,7 +37,7 @@ def cli(log_level: str) -> None:
     )
 
 
-for command in (start, stop, status, ls, lookup, inspect, gc, demo):
+for command in (start, stop, status, ls, lookup, inspect, monitor, plot, gc, demo):
     cli.add_command(command)
 
 

@@ -13,7 +13,17 @@ from shmserve_client.connection import Connection
 from shmserve_client.errors import ProtocolError, ShmserveError, printable
 from shmserve_client.protocol import Message
 
-__all__ = ["Answer", "Command", "FailedError", "Group", "ask", "echo_json", "option"]
+__all__ = [
+    "Answer",
+    "Command",
+    "FailedError",
+    "Group",
+    "ask",
+    "echo_json",
+    "endpoint_option",
+    "json_option",
+    "option",
+]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Answer = TypeVar("Answer")
@@ -24,6 +34,10 @@ def option(flag: str, *others: str, **settings: Any) -> Callable[[Decorated], De
     name = flag.partition("/")[0].removeprefix("--")
     variable = "SHMSERVE_" + name.upper().replace("-", "_")
     return click.option(flag, *others, envvar=variable, show_envvar=True, **settings)
+
+
+endpoint_option = option("--endpoint", metavar="ENDPOINT", help="Which daemon.  [default: the first that is found]")
+json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class FailedError(click.ClickException):

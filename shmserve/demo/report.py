@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shmserve.text import count
+from shmserve_client.memory import ProcessMemory
 
-from .memory import ProcessMemory
 from .runs import Run
 
 __all__ = ["print_report", "processes"]
@@ -72,7 +72,7 @@ def _held(processes: Sequence[ProcessMemory]) -> list[str]:
     return [
         _mib(fmean(process.private for process in processes)),
         f"{fmean(process.page_tables for process in processes) / 2**20:,.1f} MiB",
-        _mib(fmean(process.segment for process in processes)),
+        _mib(fmean(process.touched for process in processes)),
     ]
 
 

@@ -18,10 +18,10 @@ import psutil
 
 from shmserve_client.connection import Connection
 from shmserve_client.errors import DaemonStartError, ShmserveError
+from shmserve_client.memory import ProcessMemory, measure
 from shmserve_client.protocol import DatasetStatus, Status, StatusReport
 
 from .jobs import Job, Outcome
-from .memory import ProcessMemory, measure
 
 __all__ = ["Daemon", "Run", "serving", "train"]
 
@@ -116,9 +116,8 @@ def train(dataset: str, data: str, ranks: int, workers: int, steps: int, daemon:
 
 def _measured(pids: Sequence[int], outcomes: Sequence[Outcome], daemon: Daemon | None) -> Run:
     dataset = daemon.dataset() if daemon else None
-    segment = dataset.path if dataset else ""
     helpers = {child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)}
-    memory = {pid: measure(pid, segment) for pid in {*pids, *helpers, *([daemon.pid] if daemon else [])}}
+    memory = {pid: measure(pid) for pid in {*pids, *helpers, *([daemon.pid] if daemon else [])}}
     processes = sum(held.proportional + held.page_tables for held in memory.values())
     return Run(
         ranks=[memory[pid] for pid in pids],

@@ -19,9 +19,10 @@ from dataclasses import asdict
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from shmserve_client.dataset import ShmDataset
+from shmserve_client.sampler import DistributedSampler
 
 from .jobs import Job, Outcome
 
@@ -102,7 +103,7 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _dataset(job: Job) -> Dataset[torch.Tensor]:
+def _dataset(job: Job) -> ShmDataset | CopiedTokens:
     if job.dataset == "shmserve":
         return ShmDataset("stdlib", endpoint=job.data, block_size=BLOCK_SIZE + 1, stride=BLOCK_SIZE)
     return CopiedTokens(job.data, empty=job.dataset == "empty")

@@ -1,0 +1,229 @@
+"""Batches gathered straight from the segment into one tensor, without a tensor for each sample."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from .errors import ConfigError
+from .indices import Int64s
+from .samples import Samples
+from .tensors import DtypeOption, Limits, OpenColumn, numpy_dtype, tensor_maker, value_limits
+
+__all__ = ["Batch", "BatchedDataset", "Extents", "gather"]
+
+Extents: TypeAlias = Callable[[Samples, Int64s], tuple[Int64s, Int64s]]
+"""Tells where samples lie: `Samples.extents`, or the daemon's answer in its place."""
+
+
+class Batch(NamedTuple):
+    """Samples of one column in one tensor, as private memory."""
+
+    values: torch.Tensor
+    """Sample k of the batch is `values[k]`, padded at its end."""
+    lengths: torch.Tensor
+    """int64 (n,): how much of each sample is there, counted along its first axis; 1 for scalars."""
+
+
+class _Batching(Protocol):
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Any, length: int | None, pad: Any, dtype: DtypeOption) -> Any: ...
+
+
+class BatchedDataset(Dataset[Any]):
+    """A dataset that gives a DataLoader whole batches: `DataLoader(view, batch_size=64, collate_fn=view.collate_fn)`.
+
+    Without this `collate_fn` the DataLoader would take the tensors of a batch for samples.
+    """
+
+    def __init__(self, dataset: _Batching, length: int | None = None, pad: Any = 0, dtype: DtypeOption = None) -> None:
+        """Batch `dataset` by its `batch`, with these options. Raises ConfigError, now, where they are impossible."""
+        super().__init__()
+        self._dataset = dataset
+        self._options = (length, pad, dtype)
+        dataset.batch([], *self._options)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the batch of one sample. Raises as the dataset's `batch`."""
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: Iterable[Any]) -> Any:
+        """Return the batch of these samples: a `Batch`, or a dict of them. Raises as the dataset's `batch`."""
+        return self._dataset.batch(indices, *self._options)
+
+    @staticmethod
+    def collate_fn(batch: Any) -> Any:
+        """Return `batch`, which is one already."""
+        return batch
+
+
+def gather(
+    columns: Mapping[str, OpenColumn],
+    positions: Int64s,
+    extents: Extents,
+    *,
+    length: int | None,
+    pad: Any,
+    dtype: DtypeOption,
+    out: Any,
+) -> Batch | dict[str, Batch]:
+    """Return the batch of the samples at `positions`. Described at `ShmDataset.batch`."""
+    samples = {name: column.samples for name, column in columns.items()}
+    if length is not None:
+        length = _checked_length(length)
+        if all(each.shape is not None for each in samples.values()):
+            raise ConfigError(
+                f"length {length}: these samples all have one shape, which is not cut or padded: leave it out"
+            )
+    if len(samples) == 1:
+        (only,) = samples.values()
+        return _gather(only, positions, extents, length, pad, dtype, out)
+    outs = dict.fromkeys(samples) if out is None else out
+    if not isinstance(outs, dict) or outs.keys() != samples.keys():
+        raise ConfigError(f"out: give a dict with a tensor for each of the columns {', '.join(samples)}")
+    return {name: _gather(each, positions, extents, length, pad, dtype, outs[name]) for name, each in samples.items()}
+
+
+def _checked_length(length: object) -> int:
+    try:
+        number = operator.index(length)  # type: ignore[arg-type]  # whatever a caller gives
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"length {length!r}: give a number of items, or None for the longest sample of each batch")
+    return number
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """How the values of a column become those of a batch."""
+
+    target: torch.dtype
+    numpy: np.dtype[Any]
+    """The target's equal, or, where numpy has none, what is gathered before torch converts it."""
+    is_direct: bool
+    limits: Limits | None
+
+
+@cache
+def _conversion(stored: np.dtype[Any], dtype: DtypeOption) -> _Conversion:
+    if dtype == "stored" or (dtype is None and stored.kind not in "iu"):
+        return _Conversion(torch.from_numpy(np.empty(0, stored)).dtype, stored, True, None)
+    if dtype is None:
+        dtype = torch.int64
+    tensor_maker(stored, dtype, private=True)  # raises where torch does not convert to it
+    equal = numpy_dtype(dtype)
+    numpy = equal or np.dtype(np.complex64 if stored.kind == "c" else np.float32)
+    return _Conversion(dtype, numpy, equal is not None, value_limits(stored, numpy))
+
+
+def _gather(
+    samples: Samples,
+    positions: Int64s,
+    extents: Extents,
+    length: int | None,
+    pad: Any,
+    dtype: DtypeOption,
+    out: torch.Tensor | None,
+) -> Batch:
+    conversion = _conversion(samples.values.dtype, dtype)
+    padding = _padding(pad, conversion)
+    offsets, nbytes = extents(samples, positions)
+    itemsize = samples.values.itemsize
+    starts, counts = (offsets - samples.column.values.offset) // itemsize, nbytes // itemsize
+    lengths, others = samples.first_axes(positions, counts)
+    shape = samples.shape
+    if shape is None:
+        if length is None:
+            given = None if out is None else getattr(out, "shape", ())[1:2]
+            length = given[0] if given else int(lengths.max(initial=0))
+        lengths = np.minimum(lengths, length)
+        counts = lengths * math.prod(others)
+        shape = (length, *others)
+    shape = (len(positions), *shape)
+    values = torch.empty(shape, dtype=conversion.target) if out is None else _checked_out(out, shape, conversion.target)
+    if conversion.limits is not None:
+        _check_values(conversion.limits, samples.values, positions, starts, counts)
+    if conversion.is_direct:
+        _fill(values.numpy(), samples.values, starts, counts, padding)
+    else:
+        rows = np.empty(shape, conversion.numpy)
+        _fill(rows, samples.values, starts, counts, padding)
+        values.copy_(torch.from_numpy(rows))
+    return Batch(values, torch.from_numpy(lengths))
+
+
+def _padding(pad: Any, conversion: _Conversion) -> NDArray[Any]:
+    """Return `pad` as a scalar of the conversion's dtype. Raises ConfigError where it is not the same number there."""
+    given = np.asarray(pad)
+    if given.shape == () and given.dtype.kind in "biuf" + conversion.numpy.kind:
+        with np.errstate(all="ignore"):
+            padding = given.astype(conversion.numpy)
+        # A float may be rounded, and must not become infinite.
+        exact = conversion.numpy.kind in "biu"
+        if padding.item() == given.item() if exact else np.isfinite(padding) == np.isfinite(given):
+            return padding
+    raise ConfigError(f"pad {pad!r} does not fit {conversion.target}: give a number that does, or another dtype")
+
+
+def _checked_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the first rows of `out`, as many as `shape` says."""
+    if (
+        isinstance(out, torch.Tensor)
+        and (out.dtype, out.device.type, out.layout) == (dtype, "cpu", torch.strided)
+        and (out.shape[1:], out.ndim) == (shape[1:], len(shape))
+        and out.shape[0] >= shape[0]
+        and out.is_contiguous()
+    ):
+        return out[: shape[0]]
+    given = f"{out.dtype} {list(out.shape)} on {out.device}" if isinstance(out, torch.Tensor) else type(out).__name__
+    raise ConfigError(f"out is {given}: give a contiguous CPU tensor, {dtype} {list(shape)} or with more rows")
+
+
+def _check_values(limits: Limits, values: NDArray[Any], positions: Int64s, starts: Int64s, counts: Int64s) -> None:
+    """Raise SampleValueError for the first sample that the limits do not hold."""
+    views = [values[start : start + count] for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
+    if views and not limits.hold(np.concatenate(views)):
+        raise next(
+            limits.error(view, position)
+            for view, position in zip(views, positions.tolist(), strict=True)
+            if not limits.hold(view)
+        )
+
+
+def _fill(rows: NDArray[Any], values: NDArray[Any], starts: Int64s, counts: Int64s, padding: NDArray[Any]) -> None:
+    """Fill row k with `values[starts[k]:starts[k] + counts[k]]`, converted, and the rest of it with `padding`.
+
+    Most of the time goes into waiting for samples that lie anywhere in memory. An index for each item takes twice as
+    long, as does a mask over all of them.
+    """
+    if not rows.size:
+        return
+    rows = rows.reshape(len(rows), -1)
+    width = rows.shape[1]
+    last = len(values) - width  # where the last row that is full could start
+    left = np.arange(len(rows))
+    # Where most rows are full, all are taken at once, with what follows the shorter samples. A conversion that is not
+    # safe could warn of that.
+    if last >= 0 and 2 * counts.sum() >= rows.size and np.can_cast(values.dtype, rows.dtype, "safe"):
+        every = np.ndarray((last + 1, width), values.dtype, values, strides=(values.itemsize, values.itemsize))
+        rows[:] = every[np.minimum(starts, last)]
+        left = np.flatnonzero(starts > last)
+    for row, start, count in zip(left.tolist(), starts[left].tolist(), counts[left].tolist(), strict=True):
+        rows[row, :count] = values[start : start + count]
+    short = np.flatnonzero(counts < width)
+    for row, count in zip(short.tolist(), counts[short].tolist(), strict=True):
+        rows[row, count:] = padding
