@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import re
 import signal
 import sys
@@ -16,7 +14,6 @@ import pytest
 
 from shmserve.demo import run_demo, runs
 from shmserve.demo.corpus import write_corpus
-from shmserve.demo.memory import measure
 from shmserve.sources import resolve
 from shmserve.sources.base import SourceOptions
 from shmserve_client.errors import ConfigError, ShmserveError
@@ -44,27 +41,6 @@ def test_the_corpus_is_repeated_until_it_is_large_enough(tmp_path: Path) -> None
     assert plan.num_samples > corpus.files
     assert plan.values.shape == (64 << 20,)
     assert corpus.tokens_file.stat().st_size == corpus.nbytes == 128 << 20
-
-
-def test_a_process_is_measured_without_the_segment_but_with_what_it_wrote_there(shm_dir: Path) -> None:
-    segment = shm_dir / "segment"
-    segment.write_bytes(bytes(8 << 20))
-    with open(segment, "rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE) as view:
-        assert sum(view[:: mmap.PAGESIZE]) == 0  # maps all of it
-        measure(os.getpid(), str(segment))  # whatever measuring itself needs is there from now on
-        before = measure(os.getpid(), str(segment))
-        for page in range(1024):
-            view[page * mmap.PAGESIZE] = 1
-        after = measure(os.getpid(), str(segment))
-        own = psutil.Process().memory_full_info().uss  # which counts the segment, since nobody else maps it
-    segment.unlink()
-
-    assert before.segment == 8 << 20
-    assert after.segment == before.segment - 1024 * mmap.PAGESIZE
-    assert after.private - before.private == pytest.approx(1024 * mmap.PAGESIZE, rel=0.25)
-    assert after.private + after.segment == pytest.approx(own, rel=0.05)
-    assert after.proportional >= after.private
-    assert after.page_tables > 0
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

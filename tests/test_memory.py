@@ -31,9 +31,9 @@ def owned(shm_dir: Path) -> Iterator[OwnedSegment]:
 
 
 @pytest.fixture
-def mapped(owned: OwnedSegment) -> Iterator[NDArray[np.uint8]]:
+def mapped(owned: OwnedSegment) -> NDArray[np.uint8]:
     """The segment's data as a client has it, on huge pages where the kernel gives them; nothing is touched yet."""
-    yield map_private(owned.fd, owned.header.total_nbytes).bytes[owned.header.data_offset :]
+    return map_private(owned.fd, owned.header.total_nbytes).bytes[owned.header.data_offset :]
 
 
 def mapping_of(view: NDArray[np.uint8]) -> SegmentMapping:

@@ -99,7 +99,7 @@ class MemorySampler:
 class MemoryMonitor:
     """Writes the memory of the node, and of a process with all its descendants, to a CSV file.
 
-        with MemoryMonitor("memory.csv"):                       # a row a second, from a thread
+        with MemoryMonitor("memory.csv"):                       # a row at once and one a second, from a thread
             train()
 
         with MemoryMonitor("memory.csv", interval=None) as monitor:
@@ -168,6 +168,7 @@ class MemoryMonitor:
                 self._file.close()
 
     def _run(self, interval_s: float) -> None:
+        self()
         while not self._closing.wait(interval_s):
             self()
 

@@ -195,8 +195,8 @@ def _written_note(memory: DatasetMemory) -> list[str]:
     pids = ", ".join(str(process.pid) for process in writers)
     written = size(sum(process.written_nbytes for process in writers))
     return [
-        f"pid {pids} wrote to samples in place, as a transform may do, or were forked from one that did: {written} of the "
-        "segment are private copies now, and are seen changed in the next epoch: open the dataset with copy=True"
+        f"pid {pids} wrote to samples in place, as a transform may do, or were forked from one that did: {written} of "
+        "the segment are private copies now, and are seen changed in the next epoch: open the dataset with copy=True"
     ]
 
 

@@ -1,0 +1,283 @@
+"""`MemoryMonitor` and `shmserve monitor`: what the rows say, what they may cost, and how both end."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from shmserve_client import ConfigError, MemoryMonitor, monitor
+from shmserve_client.memory import measure
+from shmserve_client.monitor import COLUMNS, MemorySampler
+from tests.corpora import RAGGED
+from tests.processes import Child, Daemon, run_cli, wait_until
+
+Serve = Callable[..., Daemon]
+ATTACH = """
+    import sys, time
+    from shmserve_client.connection import Connection
+    from shmserve_client.protocol import Attach
+    from shmserve_client.segment import Segment
+
+    with Connection(sys.argv[1], 10.0) as connection:
+        attached = connection.request(Attach("docs"))
+    segment = Segment.attach(attached.path, attached.nonce)
+    print("attached", flush=True)
+    time.sleep(60)
+"""
+FORK_TWICE = """
+    import os, time
+
+    os.fork()
+    os.fork()
+    print("running", flush=True)
+    time.sleep(60)
+"""
+
+
+def rows_of(path: Path | str) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def command(*args: object) -> list[object]:
+    return [sys.executable, "-m", "shmserve", "monitor", *args]
+
+
+class Clock:
+    """Time that passes only where a test says what takes how long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, node_s: float, processes_s: float) -> None:
+        self.now_s = 100.0
+        self.spent_s = 0.0
+        self.processes_s = processes_s
+        self.node_s = node_s
+        monkeypatch.setattr(monitor, "_clock", lambda: self.now_s)
+        monkeypatch.setattr(monitor.psutil, "virtual_memory", self.virtual_memory)
+
+    def spend(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.spent_s += seconds
+
+    def pids(self) -> list[int]:
+        self.spend(self.processes_s)
+        return []
+
+    def virtual_memory(self) -> SimpleNamespace:
+        self.spend(self.node_s)
+        return SimpleNamespace(percent=1.0, free=2, available=3, used=4, shared=5)
+
+
+# What it says
+
+
+def test_the_columns_begin_with_those_of_fastai_users(tmp_path: Path) -> None:
+    with MemoryMonitor(tmp_path / "m.csv", interval=None):
+        pass
+    header = "index,mem_percent,mem_free,mem_available,mem_used,shm,uss,page_tables,processes,seconds\n"
+    assert (tmp_path / "m.csv").read_text() == header
+    assert ",".join(COLUMNS) + "\n" == header
+
+
+def test_a_row_is_what_the_kernel_says(tmp_path: Path) -> None:
+    with Child.python(FORK_TWICE, folder=tmp_path) as tree:
+        wait_until(lambda: tree.stdout.count("running") == 4, what="the tree")
+        with MemoryMonitor(tmp_path / "m.csv", pid=tree.pid, interval=None) as monitor:
+            monitor()
+        node = psutil.virtual_memory()
+        pids = [tree.pid, *(child.pid for child in psutil.Process(tree.pid).children(recursive=True))]
+        expected = [measure(pid) for pid in pids]
+    (row,) = rows_of(tmp_path / "m.csv")
+    near = {"mem_free": node.free, "mem_available": node.available, "mem_used": node.used, "shm": node.shared}
+    for column, value in near.items():
+        assert int(row[column]) == pytest.approx(value, abs=1 << 30)
+    assert (row["index"], row["processes"]) == ("0", "4")
+    assert int(row["uss"]) == pytest.approx(sum(memory.private for memory in expected), rel=0.05)
+    assert int(row["page_tables"]) == sum(memory.page_tables for memory in expected)
+    assert 0 < float(row["mem_percent"]) < 100
+    assert 0 <= float(row["seconds"]) < 5
+
+
+def test_the_tree_is_by_default_that_of_this_process(tmp_path: Path) -> None:
+    with MemoryMonitor(tmp_path / "m.csv", interval=None) as monitor:
+        monitor()
+    (row,) = rows_of(tmp_path / "m.csv")
+    assert int(row["processes"]) == 1 + len(psutil.Process().children(recursive=True))
+
+
+# What it costs
+
+
+def test_a_loop_pays_less_than_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, node_s=0.001, processes_s=0.02)
+    sampler = MemorySampler(clock.pids, 0.004)
+    rows = []
+    for _ in range(20_000):
+        clock.now_s += 0.002  # the step of the loop
+        rows.append(sampler.row())
+    elapsed_s = clock.now_s - 100.0
+    written = [row.split(",") for row in rows if row]
+    with_processes = [row for row in written if row[6:9] != ["", "", ""]]
+    assert clock.spent_s < 0.008 * elapsed_s + 0.021
+    assert sampler.cost_s == pytest.approx(clock.spent_s)
+    assert len(written) == pytest.approx(elapsed_s / 0.25, rel=0.02)
+    assert len(with_processes) == pytest.approx(elapsed_s / 5, abs=1.5)
+    assert sampler.rows == len(written)
+
+
+def test_a_call_that_it_cannot_afford_counts_but_writes_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, node_s=0.001, processes_s=0.01)
+    sampler = MemorySampler(clock.pids, 0.1)
+    assert sampler.row() == "0,1.0,2,3,4,5,0,0,0,0.000\n"
+    assert sampler.row() is None
+    clock.now_s += 0.01
+    assert sampler.row() == "2,1.0,2,3,4,5,,,,0.021\n"
+    clock.now_s += 0.1
+    assert sampler.row() == "3,1.0,2,3,4,5,0,0,0,0.122\n"
+
+
+# How it lives
+
+
+def test_within_a_with_block_a_thread_writes(tmp_path: Path) -> None:
+    path = tmp_path / "m.csv"
+    with MemoryMonitor(path, interval=0.01):
+        wait_until(lambda: len(rows_of(path)) >= 3, what="three rows")
+        assert any("memory monitor" in thread.name for thread in threading.enumerate())
+    assert not any("memory monitor" in thread.name for thread in threading.enumerate())
+    indices = [int(row["index"]) for row in rows_of(path)]
+    assert indices == sorted(set(indices))
+
+
+def test_without_an_interval_only_calls_write(tmp_path: Path) -> None:
+    with MemoryMonitor(tmp_path / "m.csv", interval=None) as monitor:
+        assert not any("memory monitor" in thread.name for thread in threading.enumerate())
+        monitor()
+        assert len(rows_of(tmp_path / "m.csv")) == 1
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    code = """
+        import os, sys
+        from shmserve_client import MemoryMonitor
+
+        with MemoryMonitor(sys.argv[1], interval=None) as monitor:
+            child = os.fork()
+            if child == 0:
+                monitor()
+                monitor.close()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            monitor()
+    """
+    with Child.python(code, tmp_path / "m.csv", folder=tmp_path) as parent:
+        assert parent.wait() == 0, parent.describe()
+    assert [row["index"] for row in rows_of(tmp_path / "m.csv")] == ["0"]
+
+
+def test_killed_it_leaves_whole_rows(tmp_path: Path) -> None:
+    code = """
+        import sys, time
+        from shmserve_client import MemoryMonitor
+
+        with MemoryMonitor(sys.argv[1], interval=0.001):
+            time.sleep(60)
+    """
+    path = tmp_path / "m.csv"
+    with Child.python(code, path, folder=tmp_path) as child:
+        wait_until(lambda: path.exists() and path.read_text().count("\n") > 3, what="rows")
+        child.kill()
+    lines = path.read_text().splitlines(keepends=True)
+    assert all(line.endswith("\n") and line.count(",") == len(COLUMNS) - 1 for line in lines)
+
+
+def test_closed_twice_it_is_closed(tmp_path: Path) -> None:
+    monitor = MemoryMonitor(tmp_path / "m.csv")
+    monitor.close()
+    monitor.close()
+    with pytest.raises(ValueError, match=r"m\.csv' is closed"):
+        monitor()
+
+
+def test_never_closed_it_warns(tmp_path: Path) -> None:
+    monitor = MemoryMonitor(tmp_path / "m.csv")
+    with pytest.warns(ResourceWarning, match=r"m\.csv' was never closed"):
+        del monitor
+
+
+def test_what_cannot_be_monitored_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no process {2**22 + 1} "):
+        MemoryMonitor(tmp_path / "m.csv", pid=2**22 + 1)
+    with pytest.raises(ConfigError, match="interval of 0 seconds"):
+        MemoryMonitor(tmp_path / "m.csv", interval=0)
+    assert not (tmp_path / "m.csv").exists()
+
+
+# The command
+
+
+def test_the_command_follows_processes_until_they_end(tmp_path: Path) -> None:
+    path = tmp_path / "m.csv"
+    with Child.python(FORK_TWICE, folder=tmp_path) as tree:
+        wait_until(lambda: tree.stdout.count("running") == 4, what="the tree")
+        with Child(command(tree.pid, "--interval", 0.05, "--output", path), folder=tmp_path) as watching:
+            wait_until(lambda: path.exists() and len(rows_of(path)) >= 3, 30, "three rows")
+            tree.close()
+            assert watching.wait() == 0, watching.describe()
+    rows = rows_of(path)
+    assert rows[0]["processes"] == "4"
+    assert watching.stdout == ""
+    assert watching.stderr.startswith(f"{len(rows)} rows, one took ")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_without_pids_it_follows_the_daemon_and_its_clients(
+    serve: Serve, tmp_path: Path, signum: signal.Signals
+) -> None:
+    daemon = serve("--data", f"docs={RAGGED}")
+    with Child(command("--interval", 0.01), folder=tmp_path) as watching:
+
+        def counts() -> list[str]:
+            rows = csv.DictReader(watching.stdout[: watching.stdout.rfind("\n")].splitlines())
+            return [row["processes"] for row in rows if row["processes"]]
+
+        wait_until(lambda: "1" in counts(), 30, "the daemon")
+        with Child.python(ATTACH, daemon.endpoint, folder=tmp_path) as client:
+            wait_until(lambda: client.stdout, 30, "the client")
+            wait_until(lambda: "2" in counts(), 30, "the client being found")
+        watching.send_signal(signum)
+        assert watching.wait() == 0, watching.describe()
+    assert " rows, one took " in watching.stderr
+
+
+def test_it_stays_with_the_clients_of_a_daemon_that_was_killed(serve: Serve, tmp_path: Path) -> None:
+    daemon = serve("--data", f"docs={RAGGED}")
+    (segment,) = daemon.segments()
+    with Child.python(ATTACH, daemon.endpoint, folder=tmp_path) as client:
+        wait_until(lambda: client.stdout, 30, "the client")
+        with Child(command("--interval", 0.01), folder=tmp_path) as watching:
+            wait_until(lambda: watching.stdout.count("\n") > 1, 30, "a row")
+            daemon.kill()
+            seen = watching.stdout.count("\n")
+            wait_until(lambda: watching.stdout.count("\n") > seen + 5, 30, "rows without the daemon")
+            client.close()
+            assert watching.wait() == 0, watching.describe()
+    segment.unlink()
+
+
+def test_the_command_refuses_what_does_not_run(runtime_dir: Path) -> None:
+    missing = run_cli("monitor", 2**22 + 1)
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert missing.stderr == f"error: there is no process {2**22 + 1} to monitor: give the pid of one that runs\n"
+    alone = run_cli("monitor", "--endpoint", f"ipc://{runtime_dir}/nobody.sock")
+    assert (alone.returncode, alone.stdout) == (1, "")
+    assert alone.stderr.startswith("error: no daemon at ")
+    assert os.listdir(runtime_dir) == []
