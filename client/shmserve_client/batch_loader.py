@@ -175,7 +175,7 @@ def _check_pinning() -> None:
     try:
         torch.empty(1).pin_memory()
     except RuntimeError as error:
-        raise ConfigError(f"pin_memory: {str(error).splitlines()[0].rstrip(".")}: leave it out") from error
+        raise ConfigError(f"pin_memory: {str(error).splitlines()[0]} Leave it out") from error
 
 
 def _pinned(batch: Any) -> Any:

@@ -312,7 +312,7 @@ class ShmDataset(Dataset[Any]):
         return gather(
             attached.columns,
             attached.samples.positions(indices),
-            Samples.extents if attached.remote is None else attached.remote.extents,
+            Samples.ranges if attached.remote is None else attached.remote.ranges,
             length=length,
             pad=pad,
             dtype=self._dtype if dtype is None else dtype,

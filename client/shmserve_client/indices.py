@@ -58,6 +58,9 @@ class Indexed:
             return np.array([self.position(index) for index in each], np.int64)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
             raise _not_indices(indices)
+        # Negative ones are the largest as unsigned: one look at them is enough where there are none.
+        if given.dtype == np.int64 and given.size and given.view(np.uint64).max() < self.count:
+            return given.copy()
         outside = np.flatnonzero((given < -self.count) | (given >= self.count))
         if outside.size:
             raise self._out_of_range(int(given[outside[0]]))

@@ -69,8 +69,6 @@ def typed(hint: Any, value: Any, where: str, error: type[ShmserveError]) -> Any:
     Raises:
         ShmserveError: `error`, naming the place in `where`, when a field is missing, unknown or of another type.
     """
-    if type(value) is hint:
-        return value
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
         return None if value is None else typed(of[0], value, where, error)
@@ -83,9 +81,17 @@ def typed(hint: Any, value: Any, where: str, error: type[ShmserveError]) -> Any:
         if value.keys() != hints.keys():
             different = ", ".join(shown(name) for name in sorted(value.keys() ^ hints.keys())[:8])
             raise error(f"malformed: {where} has missing or unknown fields: {different}")
-        return hint(**{name: typed(hints[name], value[name], f"{where}.{name}", error) for name in hints})
-    expected = hint.__name__ if type(hint) is type else hint
-    raise error(f"malformed: {where} is a {type(value).__name__}, not {expected}")
+        return hint(
+            **{
+                # The same as `typed` would say, without the name of a place that nobody will read.
+                name: field if type(field) is hints[name] else typed(hints[name], field, f"{where}.{name}", error)
+                for name, field in value.items()
+            }
+        )
+    if type(value) is not hint:
+        expected = hint.__name__ if type(hint) is type else hint
+        raise error(f"malformed: {where} is a {type(value).__name__}, not {expected}")
+    return value
 
 
 @cache

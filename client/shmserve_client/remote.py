@@ -44,6 +44,12 @@ class RemoteOffsets:
         samples.check_extents(positions, offsets, nbytes)
         return offsets, nbytes
 
+    def ranges(self, samples: Samples, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (starts, stops) as `Samples.ranges` does, by `extents`. Raises as it does."""
+        offsets, nbytes = self.extents(samples, positions)
+        starts = (offsets - samples.column.values.offset) // samples.values.itemsize
+        return starts, starts + nbytes // samples.values.itemsize
+
     def _ask(self, column: str, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         indices = positions.astype("<i8").tobytes()
         reply = self._connection.request(

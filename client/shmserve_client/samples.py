@@ -82,16 +82,30 @@ class Samples(Indexed, ABC):
             SampleIndexError: one of them is not.
             SegmentFormatError: the segment's own offsets are damaged there.
         """
-        outside = np.flatnonzero((positions < 0) | (positions >= self.count))
-        if outside.size:
-            raise self._out_of_range(int(positions[outside[0]]))
-        starts, stops = self._bounds(positions)
-        damaged = np.flatnonzero((starts < 0) | (stops < starts) | (stops > len(self.values)))
-        if damaged.size:
-            first = damaged[0]
-            raise _damaged(self.column.name, int(positions[first]), int(starts[first]), int(stops[first]), self.values)
+        outside = positions.view(np.uint64) >= self.count  # negative ones are the largest
+        if outside.any():
+            raise self._out_of_range(int(positions[outside.argmax()]))
+        starts, stops = self.ranges(positions)
         itemsize = self.values.itemsize
         return self.column.values.offset + starts * itemsize, (stops - starts) * itemsize
+
+    def ranges(self, positions: Int64s) -> tuple[Int64s, Int64s]:
+        """Return (starts, stops) of the samples, half-open ranges of `values`, each int64.
+
+        Args:
+            positions: 1-d, as `positions` returns them.
+
+        Raises:
+            SegmentFormatError: the segment's own offsets are damaged there.
+        """
+        starts, stops = self._bounds(positions)
+        # As unsigned numbers: one that is negative is larger than any other, and than the end.
+        unsigned_stops = stops.view(np.uint64)
+        damaged = (starts.view(np.uint64) > unsigned_stops) | (unsigned_stops > len(self.values))
+        if damaged.any():
+            first = damaged.argmax()
+            raise _damaged(self.column.name, int(positions[first]), int(starts[first]), int(stops[first]), self.values)
+        return starts, stops
 
     def check_extents(self, positions: Int64s, offsets: Int64s, nbytes: Int64s) -> None:
         """Raise ProtocolError unless what a daemon says of each sample lies within the column, on item boundaries."""
