@@ -6,7 +6,7 @@ Memory taken beforehand for the whole file would be on small pages, which a huge
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 import threading
 from bisect import bisect_right
@@ -159,8 +159,11 @@ class Filling:
         memory, to save each process 4 KiB of page table.
         """
         if stop - start == HUGE_PAGE_NBYTES and self._refusals_in_a_row < _MAX_REFUSALS_IN_A_ROW:
-            os.posix_fallocate(self._fd, start, mmap.PAGESIZE)  # what is empty cannot be collapsed
+            # What is empty cannot be collapsed. Not posix_fallocate: see Mapping.collapse.
+            os.pwrite(self._fd, b"\0", start)
             refusal = self._mapping.collapse(start)
+            if refusal == errno.EAGAIN:  # somebody else, such as compaction, had the page in hand
+                refusal = self._mapping.collapse(start)
             with self._lock:
                 self._refusals_in_a_row = self._refusals_in_a_row + 1 if refusal else 0
                 self.refusal_errno = refusal or self.refusal_errno

@@ -59,7 +59,9 @@ class Mapping:
     def collapse(self, start: int) -> int:
         """Put the 2 MiB from byte `start` on one huge page, holes as zeros; return 0, or the errno of the refusal.
 
-        At least one page of the range must exist: the collapse of an empty range is EINVAL.
+        At least one page of the range must exist, or it is EINVAL, and that by a write. On a tmpfs that gives huge
+        pages by itself (huge=within_size, huge=always), fallocate makes one that counts as never written; collapse maps
+        it as it is, and the kernel clears it when it is next read otherwise, with all that was written through here.
         """
         refused: int = _libc.madvise(self.address + start, HUGE_PAGE_NBYTES, _MADV_COLLAPSE)
         return ctypes.get_errno() if refused else 0

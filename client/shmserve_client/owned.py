@@ -7,7 +7,8 @@ import fcntl
 import os
 import resource
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from .mapping import HUGE_PAGE_NBYTES, Mapping, map_locked, map_private
 from .segment import open_segment, read_prefix
 
 __all__ = ["OwnedSegment", "adopt_segment", "set_readers"]
+
+_SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class OwnedSegment:
@@ -144,12 +147,23 @@ def set_readers(fd: int, gid: int | None) -> None:
 def _huge_refusal(small_nbytes: int, refusal_errno: int) -> str:
     if small_nbytes <= 0:
         return ""
-    if refusal_errno in (0, errno.EINVAL):
-        remedy = "use Linux 6.1 or later, or mount the shm directory with huge=within_size"
-    else:
-        remedy = "free memory (echo 1 > /proc/sys/vm/compact_memory joins what is free) and load again"
     reason = f" (the kernel says: {os.strerror(refusal_errno)})" if refusal_errno else ""
     return (
         f"{small_nbytes >> 20} MiB of the segment are on 4 KiB pages{reason}, which cost each process 2 MiB of page "
-        f"tables per GiB: {remedy}"
+        f"tables per GiB: {_huge_remedy(refusal_errno)}"
     )
+
+
+def _huge_remedy(refusal_errno: int) -> str:
+    if "THP_enabled:\t0" in Path("/proc/self/status").read_text("ascii", "replace"):
+        return (
+            "start the daemon where huge pages are not switched off for its process (by prctl's PR_SET_THP_DISABLE, "
+            "which processes inherit)"
+        )
+    if refusal_errno == 0:  # adopted: whoever loaded it knew why
+        return "run shmserve stop and start, which loads it again and tells the reason if there still is one"
+    if refusal_errno != errno.EINVAL:
+        return "free memory (echo 1 > /proc/sys/vm/compact_memory joins what is free) and load again"
+    if _SHMEM_ENABLED.exists() and "[deny]" in _SHMEM_ENABLED.read_text("ascii"):
+        return f"allow them (echo never > {_SHMEM_ENABLED} gives them only to those who ask) and load again"
+    return "use Linux 6.1 or later, or mount the shm directory with huge=within_size"
