@@ -336,3 +336,8 @@ def test_a_thousand_iterations_leave_nothing(ds: ShmDataset) -> None:
     loader.close()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_dataset_without_batches_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dataset list has no batched\(\): give a ShmDataset"):
+        BatchLoader([1, 2, 3], 2)  # type: ignore[arg-type]

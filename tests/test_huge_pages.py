@@ -1,4 +1,4 @@
-"""Huge pages as clients see them: on every kind of tmpfs, after fork, after adoption, and where the kernel gives none."""
+"""Huge pages as clients see them: on each kind of tmpfs, after fork and adoption, and where the kernel gives none."""
 
 from __future__ import annotations
 

@@ -327,3 +327,15 @@ def test_in_a_stateful_data_loader(workers: int, batches: int) -> None:
         assert torch.cat(before + after).tolist() == expected
     again.sampler.set_epoch(7)
     assert torch.cat(list(again)).tolist() == shares_of_epoch(7)
+
+
+def test_a_loop_that_begins_before_the_loaded_epoch_is_told_so() -> None:
+    stopped = DistributedSampler(range(100), 1, 0)
+    stopped.set_epoch(3)
+    indices = iter(stopped)
+    assert len([next(indices) for _ in range(10)]) == 10
+    resumed = DistributedSampler(range(100), 1, 0)
+    resumed.load_state_dict(stopped.state_dict())
+    with pytest.warns(UserWarning, match=r"epoch 3, and epoch 0 starts anew: .* begin at sampler\.epoch"):
+        resumed.set_epoch(0)
+    assert len(list(resumed)) == 100

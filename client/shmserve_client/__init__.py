@@ -1,4 +1,4 @@
-"""The client of shmserve: `ShmDataset`, and the errors it raises. Importing this imports neither torch nor ZeroMQ."""
+"""The client of shmserve: `ShmDataset`, what trains on it, errors. Importing this imports neither torch nor ZeroMQ."""
 
 from __future__ import annotations
 

@@ -53,8 +53,13 @@ class BatchLoader:
                 while the training goes on.
 
         Raises:
-            ConfigError: an option is impossible, or there is no accelerator to pin memory for.
+            ConfigError: the dataset is none of these, an option is impossible, or there is no accelerator to pin memory
+                for.
         """
+        if not isinstance(dataset, BatchedDataset) and not hasattr(dataset, "batched"):
+            raise ConfigError(
+                f"dataset {type(dataset).__name__} has no batched(): give a ShmDataset, a split or a batched view"
+            )
         self._batched = dataset if isinstance(dataset, BatchedDataset) else dataset.batched()
         self._batch_size = _positive("batch_size", batch_size)
         self._sampler: Any = _in_order(self._batched) if sampler is None else sampler

@@ -84,7 +84,7 @@ class Indexed:
 
 
 def _not_an_index(index: object) -> SampleTypeError:
-    return SampleTypeError(f"{_brief(index)} is no index: samples are indexed by integers, and slices of them")
+    return SampleTypeError(f"{_brief(index)} is no index: samples are indexed by integers")
 
 
 def _not_indices(indices: object) -> SampleTypeError:

@@ -62,19 +62,19 @@ class MemorySampler:
         self._started_s = _clock()
         self._node_due_s = self._processes_due_s = self._started_s
 
-    def row(self) -> str | None:
+    def row(self, *, is_last: bool = False) -> str | None:
         """Return one line of CSV, None when it would take too much of the time. Its index counts both.
 
-        The cells `uss`, `page_tables` and `processes` are empty where only the node's figures could be taken. Processes
-        that this one may not look into are in none of them.
+        The last one is made whatever it takes. The cells `uss`, `page_tables` and `processes` are empty where only the
+        node's figures could be taken. Processes that this one may not look into are in none of them.
         """
         index, started_s = self._index, _clock()
         self._index += 1
-        if started_s < self._node_due_s:
+        if started_s < self._node_due_s and not is_last:
             return None
         node_started_s = started_s
         processes: tuple[int, int, int] | tuple[str, str, str] = ("", "", "")
-        if started_s >= self._processes_due_s:
+        if started_s >= self._processes_due_s or is_last:
             processes = self._measure_processes()
             node_started_s = _clock()
             self._processes_due_s = started_s + (node_started_s - started_s) / self._share
@@ -154,18 +154,22 @@ class MemoryMonitor:
         with self._turn:
             if self._file.closed:
                 raise ValueError(f"the memory monitor of {self._file.name!r} is closed: make a new one")
-            row = self._sampler.row()
-            if row is not None:
-                self._file.write(row.encode())
+            self._write(self._sampler.row())
+
+    def _write(self, row: str | None) -> None:
+        if row is not None:
+            self._file.write(row.encode())
 
     def close(self) -> None:
-        """End the thread and close the file. The second call does nothing."""
+        """End the thread, write a last row, with all cells, and close the file. The second call does nothing."""
         self._closing.set()
         if os.getpid() == self._owner:
             if self._thread is not None:
                 self._thread.join()
             with self._turn:
-                self._file.close()
+                if not self._file.closed:
+                    with self._file:
+                        self._write(self._sampler.row(is_last=True))
 
     def _run(self, interval_s: float) -> None:
         self()

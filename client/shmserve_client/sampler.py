@@ -30,7 +30,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     another one than torch's, and depends on the seed, the epoch and the dataset's length only.
 
     The state counts what was yielded. In a DataLoader with workers this runs ahead of the training by the batches that
-    wait; `BatchLoader` and torchdata's StatefulDataLoader keep the state that belongs to the batch last given out.
+    wait; `BatchLoader` and torchdata's StatefulDataLoader keep the state of the batch last given out. After
+    `load_state_dict` the attribute `epoch` is the one to go on with: let the loop over epochs begin there.
     """
 
     def __init__(
@@ -103,9 +104,20 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be of this epoch. Another epoch starts anew; the same one keeps a loaded position."""
-        if epoch != self.epoch:
-            self._go_to(epoch, 0)
+        """Let the next iteration be of this epoch. Another epoch starts anew; the same one keeps a loaded position.
+
+        Warns:
+            UserWarning: a loaded position is given up for an earlier epoch.
+        """
+        if epoch == self.epoch:
+            return
+        if self._is_next and self._begin and epoch < self.epoch:
+            warnings.warn(
+                f"the state that was loaded is in epoch {self.epoch}, and epoch {epoch} starts anew: "
+                "let the loop over epochs begin at sampler.epoch",
+                stacklevel=2,
+            )
+        self._go_to(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch is, the same in all ranks: ints and a bool, which JSON can hold.
