@@ -37,7 +37,6 @@ from shmserve_client.protocol import (
     Welcome,
     failure_from,
 )
-from shmserve_client.samples import open_samples
 from shmserve_client.version import __version__
 
 from .catalog import Catalog, Failed, Loading, Ready, State
@@ -116,13 +115,7 @@ class Service:
             )
         if max(request.block_size, request.stride) >= 1 << 62:
             raise BlockSizeError(f"block_size {request.block_size} or stride {request.stride} is not below 2^62")
-        samples = open_samples(
-            ready.segment.description,
-            ready.segment.array,
-            column=request.column,
-            block_size=request.block_size,
-            stride=request.stride,
-        )
+        samples = ready.segment.samples(request.column, request.block_size, request.stride)
         offsets, nbytes = samples.extents(np.frombuffer(request.indices, "<i8"))
         return Offsets(offsets.astype("<i8", copy=False).tobytes(), nbytes.astype("<i8", copy=False).tobytes())
 

@@ -196,3 +196,13 @@ def test_a_limit_on_locked_pages_is_an_error_that_names_it(shm_dir):
     )
     assert "bytes in memory, the limit is 65536 bytes" in done.stdout
     assert "ulimit -l" in done.stdout
+
+
+def test_samples_that_were_asked_for_are_opened_once_and_never_many(shm_dir):
+    with published(write_tokens(shm_dir, np.arange(100, dtype=np.uint16))) as segment:
+        opened = segment.samples(None, 10, 0)
+        assert segment.samples(None, 10, 0) is opened
+        for size in range(1, 100):
+            assert len(segment.samples(None, size, 0)) == 100 // size
+        assert len(segment._samples) <= 64
+    assert not segment._samples

@@ -17,10 +17,12 @@ from .errors import OutOfSharedMemoryError, SegmentFormatError, SegmentNotFoundE
 from .layout import DESCRIPTION_OFFSET, DTYPES, Array
 from .locks import is_at, take_owner_lock
 from .mapping import HUGE_PAGE_NBYTES, Mapping, map_locked, map_private
+from .samples import Samples, open_samples
 from .segment import open_segment, read_prefix
 
 __all__ = ["OwnedSegment", "adopt_segment", "set_readers"]
 
+_MAX_OPENED: Final = 64
 _SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
@@ -55,6 +57,7 @@ class OwnedSegment:
         self.huge_refusal = _huge_refusal(can_be_huge - self.huge_nbytes, refusal_errno)
         self._unlinked = False
         self._locked: Mapping | None = None
+        self._samples: dict[tuple[str | None, int, int], Samples] = {}
         self._closed = False
 
     def name_exists(self) -> bool:
@@ -64,6 +67,17 @@ class OwnedSegment:
     def array(self, array: Array) -> NDArray[Any]:
         """Return `array` of the description: the owner's own view, until `close`, which does not count as attached."""
         return np.ndarray(array.shape, DTYPES[array.dtype], buffer=np.asarray(self._mapping), offset=array.offset)
+
+    def samples(self, column: str | None, block_size: int, stride: int) -> Samples:
+        """Return what `open_samples` does, from memory where it was asked for before; until `close`. Raises as it."""
+        asked = (column, block_size, stride)
+        samples = self._samples.get(asked)
+        if samples is None:
+            samples = open_samples(self.description, self.array, column=column, block_size=block_size, stride=stride)
+            if len(self._samples) >= _MAX_OPENED:  # whoever asks for that many tries them all
+                self._samples.clear()
+            self._samples[asked] = samples
+        return samples
 
     def lock_pages(self) -> None:
         """Keep the segment from being swapped until `close`.
@@ -99,6 +113,7 @@ class OwnedSegment:
             return
         self._closed = True
         self._locked = self._mapping = None
+        self._samples.clear()
         fcntl.flock(self.fd, fcntl.LOCK_UN)  # a mapping made from fd would hold it on
         os.close(self.fd)
 
