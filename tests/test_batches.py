@@ -381,3 +381,49 @@ def test_a_batch_of_the_daemon_s_answers_is_one_request(serve: Any, monkeypatch:
     ds.batch([5, 1, 1, -1], length=3)
     assert asked == [4]
     ds.close()
+
+
+@pytest.mark.parametrize("columns", [["scalar"], ["ragged"], ["scalar", "ragged"]])
+def test_a_forgotten_collate_fn_is_named(serve: Any, columns: list[str]) -> None:
+    ds = serve(columns_of(np.dtype(np.int32)))(columns=columns)
+    with pytest.raises(ConfigError, match=r"give the DataLoader collate_fn=view\.collate_fn"):
+        next(iter(DataLoader(ds.batched(), batch_size=4)))
+
+
+def test_a_subclass_that_makes_its_own_samples_is_not_batched_without_them(serve: Any) -> None:
+    class Negated(ShmDataset):
+        def __getitem__(self, index: Any) -> Any:
+            return -super().__getitem__(index)
+
+    ds = serve(columns_of(np.dtype(np.int32)))(columns=["ragged"])
+    negated = Negated(endpoint=f"ipc://{ds.info.endpoint}", columns=["ragged"])
+    assert torch.equal(negated[0], -ds[0])
+    with pytest.raises(ConfigError, match="Negated makes samples of its own"):
+        negated.batch([0])
+
+
+def test_samples_without_any_item_are_padding(serve: Any) -> None:
+    ds = serve({"empty": [np.empty(0, np.int32)] * 3})()
+    values, lengths = ds.batch([0, 2], length=4, pad=7)
+    assert values.tolist() == [[7] * 4] * 2
+    assert lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("pad", "dtype"),
+    [
+        (3.4e38, torch.bfloat16),
+        (torch.ones((), requires_grad=True), None),
+        (torch.ones((), dtype=torch.bfloat16), None),
+        ([[1], [1, 2]], None),
+    ],
+)
+def test_a_pad_that_cannot_be_one_is_refused(serve: Any, pad: Any, dtype: Any) -> None:
+    ds = serve(columns_of(np.dtype(np.float32)))(columns=["ragged"])
+    with pytest.raises(ConfigError, match="does not fit"):
+        ds.batch([0], length=3, pad=pad, dtype=dtype)
+
+
+def test_torch_s_way_to_ask_for_a_batch_by_its_indices(serve: Any) -> None:
+    view = serve(columns_of(np.dtype(np.int32)))(columns=["ragged"]).batched(length=4)
+    assert torch.equal(view[[2, 0]].values, view.__getitems__([2, 0]).values)

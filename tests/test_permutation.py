@@ -148,3 +148,8 @@ def test_the_first_index_of_the_epochs_is_any() -> None:
     firsts = np.array([Permutation(10**6, 0, epoch)(0) for epoch in range(20_000)])
     assert abs(deviation(np.bincount(firsts * 100 // 10**6, minlength=100))) < 4
     assert abs(correlation(firsts[:-1], firsts[1:])) < 4
+
+
+def test_positions_that_are_floats_are_refused() -> None:
+    with pytest.raises(TypeError):
+        Permutation(10, 0)(np.array([1.0, 2.0]))

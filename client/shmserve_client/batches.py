@@ -33,6 +33,25 @@ class Batch(NamedTuple):
     lengths: torch.Tensor
     """int64 (n,): how much of each sample is there, counted along its first axis; 1 for scalars."""
 
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse, since this is how torch's default_collate takes the two tensors for samples; unpacking goes on.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise _taken_for_samples()
+
+
+class _Batches(dict[str, Batch]):
+    """The batches of several columns."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise _taken_for_samples() if key == 0 else KeyError(key)
+
+
+def _taken_for_samples() -> ConfigError:
+    return ConfigError("a batch is no list of samples: give the DataLoader collate_fn=view.collate_fn of its dataset")
+
 
 class _Batching(Protocol):
     def __len__(self) -> int: ...
@@ -57,8 +76,8 @@ class BatchedDataset(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the batch of one sample. Raises as the dataset's `batch`."""
-        return self.__getitems__([index])
+        """Return the batch of one sample, or of a list of them. Raises as the dataset's `batch`."""
+        return self.__getitems__(index if isinstance(index, list) else [index])
 
     def __getitems__(self, indices: Iterable[Any]) -> Any:
         """Return the batch of these samples: a `Batch`, or a dict of them. Raises as the dataset's `batch`."""
@@ -94,7 +113,9 @@ def gather(
     outs = dict.fromkeys(samples) if out is None else out
     if not isinstance(outs, dict) or outs.keys() != samples.keys():
         raise ConfigError(f"out: give a dict with a tensor for each of the columns {', '.join(samples)}")
-    return {name: _gather(each, positions, ranges, length, pad, dtype, outs[name]) for name, each in samples.items()}
+    return _Batches(
+        {name: _gather(each, positions, ranges, length, pad, dtype, outs[name]) for name, each in samples.items()}
+    )
 
 
 def _checked_length(length: object) -> int:
@@ -102,7 +123,7 @@ def _checked_length(length: object) -> int:
         number = operator.index(length)  # type: ignore[arg-type]  # whatever a caller gives
     except TypeError:
         number = -1
-    if number < 0:
+    if not 0 <= number < 1 << 62:
         raise ConfigError(f"length {length!r}: give a number of items, or None for the longest sample of each batch")
     return number
 
@@ -167,13 +188,21 @@ def _gather(
 
 def _padding(pad: Any, conversion: _Conversion) -> NDArray[Any]:
     """Return `pad` as a scalar of the conversion's dtype. Raises ConfigError where it is not the same number there."""
-    given = np.asarray(pad)
+    try:
+        given = np.asarray(pad)
+    except (TypeError, ValueError, RuntimeError):  # a tensor that numpy cannot read, a list of lists
+        given = np.empty(0)
     if given.shape == () and given.dtype.kind in "biuf" + conversion.numpy.kind:
         with np.errstate(all="ignore"):
             padding = given.astype(conversion.numpy)
         # A float may be rounded, and must not become infinite.
         exact = conversion.numpy.kind in "biu"
-        if padding.item() == given.item() if exact else np.isfinite(padding) == np.isfinite(given):
+        final = (
+            padding
+            if conversion.is_direct
+            else torch.tensor(padding.item()).to(conversion.target).to(torch.complex64).numpy()
+        )
+        if padding.item() == given.item() if exact else np.isfinite(final) == np.isfinite(given):
             return padding
     raise ConfigError(f"pad {pad!r} does not fit {conversion.target}: give a number that does, or another dtype")
 
@@ -186,6 +215,7 @@ def _checked_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
         and (out.shape[1:], out.ndim) == (shape[1:], len(shape))
         and out.shape[0] >= shape[0]
         and out.is_contiguous()
+        and not (out.requires_grad or out.is_conj() or out.is_neg() or out.is_inference())
     ):
         return out[: shape[0]]
     given = f"{out.dtype} {list(out.shape)} on {out.device}" if isinstance(out, torch.Tensor) else type(out).__name__
@@ -219,7 +249,9 @@ def _fill(rows: NDArray[Any], values: NDArray[Any], starts: Int64s, counts: Int6
         every = np.ndarray((len(values) - width + 1, width), values.dtype, values, strides=strides)
         flat.reshape(-1, width)[:] = every[starts]
         return
-    values.take(starts, mode="clip")  # the first items of all samples on their way into the cache, before one by one
+    if values.size:
+        # The first items of all samples get on their way into the cache together, before they are needed one by one.
+        values.take(starts, mode="clip")
     tail = np.full(width, padding)
     parts = []
     for start, count in zip(starts.tolist(), counts.tolist(), strict=True):

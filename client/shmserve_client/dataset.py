@@ -299,7 +299,8 @@ class ShmDataset(Dataset[Any]):
                 its first n rows.
 
         Raises:
-            ConfigError: an option is impossible for this data, or the dataset has a transform.
+            ConfigError: an option is impossible for this data, or the dataset has a transform or a `__getitem__` of a
+                subclass.
             SampleIndexError: no sample has one of the indices.
             SampleTypeError: they are not integers.
             SampleValueError: a stored value does not fit the dtype.
@@ -309,6 +310,11 @@ class ShmDataset(Dataset[Any]):
         attached = self._attach()
         if self._transform is not None:
             raise ConfigError(f"dataset {self.name!r} has a transform, which works on samples: batch one without it")
+        if type(self).__getitem__ is not ShmDataset.__getitem__:  # whose samples are not those of the segment
+            raise ConfigError(
+                f"{type(self).__name__} makes samples of its own, which a batch is gathered without: override batch(), "
+                "or batch a ShmDataset"
+            )
         return gather(
             attached.columns,
             attached.samples.positions(indices),

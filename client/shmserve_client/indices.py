@@ -49,7 +49,10 @@ class Indexed:
         if indices.__class__ is list:  # as DataLoader gives them: several times faster than one by one
             with suppress(TypeError, OverflowError):  # what follows says which one it is
                 indices = np.array(array("q", indices))
-        given = np.asarray(indices) if hasattr(indices, "__array__") else None
+        try:
+            given = np.asarray(indices) if hasattr(indices, "__array__") else None
+        except (TypeError, ValueError, RuntimeError):  # a tensor that numpy cannot read
+            raise _not_indices(indices) from None
         if given is None or given.dtype.kind == "O":
             try:
                 each = iter(indices)

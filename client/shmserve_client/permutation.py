@@ -56,13 +56,16 @@ class Permutation:
 
         Args:
             positions: 1-d int64, or one Python int; each in [0, size), which is not checked.
+
+        Raises:
+            TypeError: they are floats.
         """
         if isinstance(positions, int):
             index = self._moved(positions)
             while index >= self.size:
                 index = self._moved(index)
             return index
-        indices = self._moved(positions.view(np.uint64))
+        indices = self._moved(positions.astype(np.int64, casting="safe", copy=False).view(np.uint64))
         while (beyond := np.flatnonzero(indices >= self.size)).size:
             indices[beyond] = self._moved(indices[beyond])
         return indices.view(np.int64)

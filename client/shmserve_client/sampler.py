@@ -56,14 +56,19 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 the epoch are added to it.
 
         Raises:
-            ConfigError: the world is asked for, and nothing tells it.
+            ConfigError: the world is asked for, and nothing tells it; or a number is not an integer.
             ValueError: the rank is not in [0, num_replicas).
         """
         if num_replicas is None:
             num_replicas = dist.get_world_size() if _is_initialised() else _from_environment("WORLD_SIZE")
         if rank is None:
             rank = dist.get_rank() if _is_initialised() else _from_environment("RANK")
-        seed = operator.index(seed)
+        try:  # a float would get through torch's checks, and turn positions into floats
+            num_replicas, rank, seed = map(operator.index, (num_replicas, rank, seed))
+        except TypeError:
+            raise ConfigError(
+                f"num_replicas {num_replicas!r}, rank {rank!r}, seed {seed!r}: give integers (// divides into one)"
+            ) from None
         super().__init__(dataset, num_replicas, rank, bool(shuffle), seed, drop_last)  # type: ignore[arg-type]
         self._length = len(dataset)
         self._begin = 0
