@@ -6,6 +6,8 @@ import gc
 import itertools
 import json
 import os
+import pickle
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -341,3 +343,51 @@ def test_a_thousand_iterations_leave_nothing(ds: ShmDataset) -> None:
 def test_a_dataset_without_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"dataset list has no batched\(\): give a ShmDataset"):
         BatchLoader([1, 2, 3], 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(30)
+def test_a_loop_that_waits_ends_when_a_signal_handler_closes_it(ds: ShmDataset) -> None:
+    sampler = Recorded(range(COUNT))
+    loader = BatchLoader(ds, 4, sampler=sampler)
+
+    def preempted(*_: object) -> None:
+        loader.close()
+        sampler.may_go_on.set()
+
+    before = signal.signal(signal.SIGUSR1, preempted)
+    try:
+        taken = 0
+        for _ in loader:
+            taken += 1
+            if taken == 3:  # from here on the thread waits for the sampler, and the loop soon for the thread
+                sampler.may_go_on.clear()
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        assert 3 <= taken < 6
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.timeout(30)
+def test_a_forked_child_cannot_go_on_with_the_loop_of_its_parent(ds: ShmDataset) -> None:
+    loader = BatchLoader(ds, 4)
+    batches = iter(loader)
+    next(batches)
+    child = os.fork()
+    if child == 0:
+        try:
+            next(batches)
+        except ConfigError as error:
+            os._exit(0 if "before the process was forked" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(list(batches)) == 5
+    loader.close()
+
+
+def test_a_copy_begins_where_its_sampler_is(ds: ShmDataset) -> None:
+    loader = BatchLoader(ds, 4)
+    batches = iter(loader)
+    next(batches)
+    again = pickle.loads(pickle.dumps(loader))
+    batches.close()
+    assert samples_of(again) == samples_of(loader)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+import os
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -92,14 +94,26 @@ class BatchLoader:
     def _batches(self) -> Generator[Any]:
         indices = iter(self._sampler)
         self._state = self._sampler_state()
+        owner = os.getpid()
         executor = self._executor = ThreadPoolExecutor(1, "shmserve-batches")
         try:
             waiting = deque(executor.submit(self._assemble, indices) for _ in range(self._prefetch))
-            while (assembled := waiting.popleft().result()) is not None:
+            while True:
+                if os.getpid() != owner:
+                    raise ConfigError(
+                        "this loop began before the process was forked, its thread did not: begin a new one"
+                    )
+                assembled = waiting.popleft().result()
+                if self._executor is not executor:  # closed meanwhile
+                    return
+                if assembled is None:
+                    break
                 waiting.append(executor.submit(self._assemble, indices))
                 batch, self._state = assembled
                 yield batch
             self._state = None
+        except CancelledError:  # by close
+            return
         finally:
             # Not waited for here: this may be the garbage collector, in that very thread.
             executor.shutdown(wait=False, cancel_futures=True)
@@ -145,13 +159,21 @@ class BatchLoader:
         return ConfigError(f"sampler {type(self._sampler).__name__} has no state: give a DistributedSampler")
 
     def close(self) -> None:
-        """End the iteration that runs, if any, and its thread; idempotent. A later iteration begins anew."""
+        """End the iteration that runs, if any, and its thread; idempotent. A later iteration begins anew.
+
+        A loop that waits for a batch, because this is called by a signal handler or in another thread, ends when the
+        thread has finished the batch that it is at.
+        """
         iteration = None if self._iteration is None else self._iteration()
-        if iteration is not None:
+        executor, self._executor = self._executor, None
+        is_waiting = iteration is not None and inspect.getgeneratorstate(iteration) == inspect.GEN_RUNNING
+        if executor is not None:
+            executor.shutdown(wait=not is_waiting, cancel_futures=True)
+        if iteration is not None and not is_waiting:
             iteration.close()
-        if self._executor is not None:
-            self._executor.shutdown()  # waits
-            self._executor = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_executor": None, "_iteration": None, "_state": None}
 
     def __enter__(self) -> Self:
         return self
