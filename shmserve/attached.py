@@ -6,6 +6,7 @@ Not by the daemon: the page map of a hundred processes takes a while, and the da
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from shmserve_client.segment import open_segment
 
 __all__ = ["AttachedMemory", "DatasetMemory", "Unmeasured", "attached_pids", "measure_dataset"]
 
+_RANK: Final = re.compile(rb"[0-9]{1,9}")
 _RANKS: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
@@ -35,6 +37,8 @@ class AttachedMemory:
     """Whether it descends from another process that is attached, with the same rank: a DataLoader worker."""
     private_nbytes: int
     """Pages that no other process has, its copies of segment pages included, the segment left out."""
+    proportional_nbytes: int
+    """The same, and its share of the pages that it has in common with others: of libraries, and after a fork."""
     page_tables_nbytes: int
     """All of its page tables."""
     segment_page_tables_nbytes: int
@@ -42,7 +46,9 @@ class AttachedMemory:
     touched_nbytes: int
     """Of the segment, how much it has mapped."""
     written_nbytes: int
-    """Of the segment, how much it has written to in place: private copies."""
+    """Of the segment, how much it has written to in place, or a process from which it was forked: copies."""
+    written_share_nbytes: int
+    """The same, divided among forked processes that share the copies; at most."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,9 @@ class DatasetMemory:
     processes: list[AttachedMemory]
     unmeasured: list[Unmeasured]
     total_nbytes: int
-    """The segment once, and of each measured process its private memory and its page tables."""
+    """The segment once, and of each measured process its proportional memory and its page tables."""
     copied_nbytes: int
-    """The same processes without the segment, each with a private copy of it."""
+    """The same processes without the segment and their copies of its pages, each with a private copy of all of it."""
 
 
 def measure_dataset(dataset: DatasetStatus) -> DatasetMemory:
@@ -84,6 +90,9 @@ def measure_dataset(dataset: DatasetStatus) -> DatasetMemory:
         if count:
             unmeasured.append(Unmeasured(str(error), dataset.attached_pids, count))
     here, elsewhere = _by_namespace(attached)
+    if here and os.readlink("/proc/self") != str(os.getpid()):  # whose numbers are those of other processes
+        unmeasured.append(Unmeasured("/proc is of another pid namespace", here, len(here)))
+        here = []
     refused: list[int] = []
     for pid in here:
         try:
@@ -91,17 +100,19 @@ def measure_dataset(dataset: DatasetStatus) -> DatasetMemory:
         except PermissionError:
             refused.append(pid)
         except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
+            if _is_hidden(pid):
+                refused.append(pid)
     if refused:
-        unmeasured.append(Unmeasured("of other users", refused, len(refused)))
+        unmeasured.append(Unmeasured("not readable by this user", refused, len(refused)))
     if elsewhere:
         unmeasured.append(Unmeasured("in other pid namespaces", elsewhere, len(elsewhere)))
-    own = sum(process.private_nbytes + process.page_tables_nbytes for process in processes)
+    own = sum(process.proportional_nbytes + process.page_tables_nbytes for process in processes)
+    written = sum(process.written_share_nbytes for process in processes)
     return DatasetMemory(
         processes=processes,
         unmeasured=unmeasured,
         total_nbytes=dataset.segment_nbytes + own,
-        copied_nbytes=dataset.segment_nbytes * len(processes) + own,
+        copied_nbytes=dataset.segment_nbytes * len(processes) + own - written,
     )
 
 
@@ -138,13 +149,34 @@ def _measure_attached(pid: int, file: os.stat_result, attached: list[int]) -> At
     return AttachedMemory(
         pid=pid,
         rank=rank,
-        worker=any(parent.pid in attached and _rank(parent.pid) == rank for parent in process.parents()),
+        worker=any(parent.pid in attached and _has_rank(parent.pid, rank) for parent in process.parents()),
         private_nbytes=memory.private,
+        proportional_nbytes=memory.proportional,
         page_tables_nbytes=memory.page_tables,
         segment_page_tables_nbytes=sum(segment_page_tables(pid, mapping) for mapping in mappings),
         touched_nbytes=sum(mapping.touched for mapping in mappings),
         written_nbytes=sum(mapping.written for mapping in mappings),
+        written_share_nbytes=sum(mapping.written_share for mapping in mappings),
     )
+
+
+def _has_rank(pid: int, rank: int | None) -> bool:
+    """Return whether the process has this rank, as far as this user may know."""
+    try:
+        return _rank(pid) == rank
+    except (PermissionError, ProcessLookupError):
+        return False
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether the process lives and /proc does not show it to this user (hidepid=2)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return not os.path.exists(f"/proc/{pid}")
 
 
 def _rank(pid: int) -> int | None:
@@ -154,5 +186,5 @@ def _rank(pid: int) -> int | None:
             environ = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0"))
     except FileNotFoundError:
         raise ProcessLookupError(f"process {pid} has ended") from None
-    ranks = [environ[name] for name in map(str.encode, _RANKS) if environ.get(name, b"").isdigit()]
+    ranks = [environ[name] for name in map(str.encode, _RANKS) if _RANK.fullmatch(environ.get(name, b""))]
     return int(ranks[0]) if ranks else None

@@ -16,6 +16,7 @@ from shmserve_client import memory
 from shmserve_client.mapping import HUGE_PAGE_NBYTES, map_private
 from shmserve_client.memory import SegmentMapping, measure, segment_page_tables
 from shmserve_client.owned import OwnedSegment
+from shmserve_client.segment import open_segment
 from tests.processes import Child, run_python, wait_until
 from tests.segments import published, write_tokens
 
@@ -31,9 +32,17 @@ def owned(shm_dir: Path) -> Iterator[OwnedSegment]:
 
 
 @pytest.fixture
-def mapped(owned: OwnedSegment) -> NDArray[np.uint8]:
+def named(owned: OwnedSegment) -> Iterator[int]:
+    """The segment opened by its name, as a client opens it, which is how its mappings are known."""
+    fd = open_segment(owned.path)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def mapped(owned: OwnedSegment, named: int) -> NDArray[np.uint8]:
     """The segment's data as a client has it, on huge pages where the kernel gives them; nothing is touched yet."""
-    return map_private(owned.fd, owned.header.total_nbytes).bytes[owned.header.data_offset :]
+    return map_private(named, owned.header.total_nbytes).bytes[owned.header.data_offset :]
 
 
 def mapping_of(view: NDArray[np.uint8]) -> SegmentMapping:
@@ -60,12 +69,12 @@ TOUCHES: dict[str, Touch] = {
 @pytest.mark.parametrize("touch", TOUCHES)
 @pytest.mark.parametrize("aligned", [True, False])
 def test_the_page_tables_of_a_segment_are_those_that_its_use_adds(
-    owned: OwnedSegment, touch: str, aligned: bool, monkeypatch: pytest.MonkeyPatch
+    owned: OwnedSegment, named: int, touch: str, aligned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "_PIECE_NBYTES", SIZE // 4)  # so that there are several
     nbytes = owned.header.total_nbytes
     # mmap chooses an address at which no huge page fits.
-    view = map_private(owned.fd, nbytes).bytes if aligned else np.frombuffer(_mmap(owned.fd, nbytes), np.uint8)
+    view = map_private(named, nbytes).bytes if aligned else np.frombuffer(_mmap(named, nbytes), np.uint8)
     segment_page_tables(os.getpid(), mapping_of(view))  # what measuring itself needs is there from now on
     before = measure(os.getpid()).page_tables
 
@@ -141,7 +150,7 @@ def test_an_ended_process_is_no_zeros(tmp_path: Path) -> None:
         with pytest.raises(ProcessLookupError, match=f"process {child.pid} has ended"):
             measure(child.pid)
         child.wait()
-        nothing = SegmentMapping(0, 0, 0, SIZE, touched=PAGE, written=0, huge=0)
+        nothing = SegmentMapping(0, 0, 0, SIZE, touched=PAGE, written=0, written_share=0, huge=0)
         for look in (lambda: measure(child.pid), lambda: segment_page_tables(child.pid, nothing)):
             with pytest.raises(ProcessLookupError, match=f"process {child.pid} has ended"):
                 look()
@@ -164,3 +173,15 @@ def test_another_users_process_is_refused() -> None:
         """,
         os.getpid(),
     )
+
+
+def test_other_files_are_not_taken_for_segments(shm_dir: Path, tmp_path: Path) -> None:
+    nbytes = 8 << 20
+    before = measure(os.getpid()).private
+    views = []
+    for path in (shm_dir / "shmserve-notes.bin", shm_dir / "shmserve-0-x-0123"):
+        path.write_bytes(bytes(nbytes))
+        views.append(np.memmap(path, np.uint8, mode="r+"))
+        views[-1][:] = 1
+        path.unlink()
+    assert measure(os.getpid()).private - before >= 2 * nbytes

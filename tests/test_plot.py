@@ -93,9 +93,12 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch:
         ("", "line 1: not the columns index,mem_percent,"),
         ("a,b\n1,2\n", "line 1: not the columns index,mem_percent,"),
         (",".join(COLUMNS) + "\n", "line 2: no rows"),
-        (",".join(COLUMNS) + "\n0,1,2,3,4,5,6,7,8,9\n1,2\n", "line 3: not 10 numbers"),
-        (",".join(COLUMNS) + "\n0,1,2,three,4,5,6,7,8,9\n", "line 2: not 10 numbers"),
-        (",".join(COLUMNS) + "\n\0\n", "line 2: not 10 numbers"),
+        (",".join(COLUMNS) + "\n0,1,2,3,4,5,6,7,8,9\n1,2\n", "line 3: not 10 cells with numbers in seconds, "),
+        (",".join(COLUMNS) + "\n0,1,2,three,4,5,6,7,8,9\n", "line 2: not 10 cells"),
+        (",".join(COLUMNS) + "\n\0\n", "line 2: not 10 cells"),
+        (",".join(COLUMNS) + "\n\n" + "9" * 200_000 + "\n", "line 3: field larger than"),
+        (",".join(COLUMNS[:7]) + "\n0,1,2,3,4,5,6\n", "line 1: a column twice, or one of uss and page_tables alone"),
+        (",".join([*COLUMNS, "uss"]) + "\n0,1,2,3,4,5,6,7,8,9,10\n", "line 1: a column twice"),
     ],
 )
 def test_a_malformed_file_is_one_line(tmp_path: Path, content: str, message: str) -> None:
@@ -109,6 +112,47 @@ def test_the_command_fails_in_one_line(tmp_path: Path) -> None:
     missing = run_cli("plot", tmp_path / "nope.csv")
     assert missing.returncode == 1
     assert re.fullmatch(r"error: .*nope\.csv.*\n", missing.stderr)
-    unknown = run_cli("plot", write(tmp_path / "m.csv", COLUMNS, FULL), "--output", tmp_path / "m.nope")
-    assert unknown.returncode == 1
-    assert re.fullmatch(r"error: cannot draw .*m\.nope: .*nope.*\n", unknown.stderr.splitlines(keepends=True)[-1])
+    csv = write(tmp_path / "m.csv", COLUMNS, FULL)
+    before = csv.read_bytes()
+    other = run_cli("plot", csv, env={"SHMSERVE_OUTPUT": str(csv)})  # as `shmserve monitor` reads it
+    assert other.returncode == 1
+    assert re.fullmatch(r"error: cannot draw .*m\.csv: .* an ending out of \.png, \.svg, \.pdf\n", other.stderr)
+    assert csv.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["m.pgf", "m.nope", "m"])
+def test_a_picture_has_one_of_three_endings(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"an ending out of \.png, \.svg, \.pdf"):
+        plot_memory(write(tmp_path / "m.csv", COLUMNS, FULL), tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_the_file_to_draw_is_not_overwritten(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", COLUMNS, FULL)
+    (tmp_path / "m.png").symlink_to(path)
+    before = path.read_bytes()
+    done = run_cli("plot", path)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"error: cannot draw {path}.png: it is the file to draw: give another --output\n",
+    )
+    assert path.read_bytes() == before
+    (tmp_path / "m.png").unlink()
+    assert run_cli("plot", path).returncode == 0
+    assert height_of(tmp_path / "m.png") > 0
+
+
+def test_what_is_not_drawn_may_be_anything(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.csv", [*COLUMNS, "note"], [[*row, "text"] for row in FULL])
+    content = path.read_bytes()
+    plot_memory(path, tmp_path / "plain.png")
+    path.write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n\r\n") + b"3,11.0,4")  # killed while writing
+    plot_memory(path, tmp_path / "odd.png")
+    assert (tmp_path / "odd.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
+
+
+def test_one_row_can_be_seen(tmp_path: Path) -> None:
+    colors = {"#2ca02c", "#d62728", "#1f77b4", "#ff7f0e", "#9467bd"}  # of the five figures
+    plot_memory(write(tmp_path / "m.csv", COLUMNS, FULL[:1]), tmp_path / "m.svg")
+    markers = re.findall(r"<use [^>]*stroke: (#\w+)", (tmp_path / "m.svg").read_text())
+    assert colors <= set(markers)

@@ -88,7 +88,8 @@ def test_the_only_process_does_not_own_the_segment(daemon: Daemon, tmp_path: Pat
 def test_the_totals_add_up(daemon: Daemon, tmp_path: Path) -> None:
     with using(daemon, tmp_path), using(daemon, tmp_path):
         dataset = measured()
-    own = sum(process["private_nbytes"] + process["page_tables_nbytes"] for process in dataset["processes"])
+    own = sum(process["proportional_nbytes"] + process["page_tables_nbytes"] for process in dataset["processes"])
+    assert all(process["proportional_nbytes"] > process["private_nbytes"] for process in dataset["processes"])
     assert len(dataset["processes"]) == 2
     assert dataset["total_nbytes"] == dataset["segment_nbytes"] + own
     assert dataset["copied_nbytes"] == 2 * dataset["segment_nbytes"] + own
@@ -120,7 +121,8 @@ def test_the_text_is_a_table(daemon: Daemon, tmp_path: Path) -> None:
         assert re.fullmatch(rf"    {pid} +{who}{figures}", line)
     size = r"[\d.]+ [KMG]iB"
     assert re.fullmatch(
-        rf"  memory    {size}: {size} once, {size} private, {size} of page tables; "
+        rf"  memory    {size}: {size} once, {size} private, {size} shared by forks and of libraries, "
+        rf"{size} of page tables; "
         rf"{size} with a copy in each of the 3 processes",
         lines[5],
     )
@@ -170,7 +172,7 @@ def test_processes_of_another_user_are_said(serve: Serve, runtime_dir: Path, shm
         )
     (dataset,) = json.loads(done.stdout)["datasets"]
     assert dataset["processes"] == []
-    assert dataset["unmeasured"] == [{"reason": "of other users", "pids": [child.pid], "processes": 1}]
+    assert dataset["unmeasured"] == [{"reason": "not readable by this user", "pids": [child.pid], "processes": 1}]
 
 
 def test_a_segment_that_cannot_be_opened_leaves_what_the_daemon_counted(daemon: Daemon, tmp_path: Path) -> None:
@@ -191,3 +193,34 @@ def test_what_the_daemon_counts_is_there_as_well(daemon: Daemon, tmp_path: Path)
         dataset = measured()
     assert (dataset["attached_pids"], dataset["attached_elsewhere"]) == ([child.pid], 0)
     assert (dataset["state"], dataset["num_samples"]) == ("ready", SIZE // 1024)
+
+
+def test_what_was_written_is_not_counted_on_top_of_a_copy(daemon: Daemon, tmp_path: Path) -> None:
+    with using(daemon, tmp_path, written=SIZE // PAGE):
+        dataset = measured()
+    (process,) = dataset["processes"]
+    assert process["written_nbytes"] == process["written_share_nbytes"] == SIZE
+    assert dataset["copied_nbytes"] == dataset["total_nbytes"] - SIZE
+
+
+def test_memory_that_forked_processes_share_is_in_the_total(daemon: Daemon, tmp_path: Path) -> None:
+    heap = 64 << 20
+    code = USE.replace(
+        "    for _ in range(children)", f"    heap = bytearray(b'1') * {heap}\n    for _ in range(children)"
+    )
+    with Child.python(code, daemon.endpoint, 0, 2, folder=tmp_path) as child:
+        wait_until(lambda: child.stdout.count("\n") == 3, 30, "the processes being attached")
+        dataset = measured()
+    assert sum(process["private_nbytes"] for process in dataset["processes"]) < heap
+    assert dataset["segment_nbytes"] + heap < dataset["total_nbytes"] < dataset["segment_nbytes"] + 2 * heap
+
+
+@pytest.mark.parametrize("rank", ["9" * 5000, "-1", "x", ""])
+def test_a_rank_that_is_none_is_not_shown(daemon: Daemon, tmp_path: Path, rank: str) -> None:
+    with using(daemon, tmp_path, RANK=rank):
+        assert [process["rank"] for process in measured()["processes"]] == [None]
+
+
+def test_a_reader_that_has_enough_ends_the_output(daemon: Daemon) -> None:
+    done = subprocess.run("python -m shmserve status | true", shell=True, capture_output=True, text=True, check=False)
+    assert "Broken pipe" not in done.stderr

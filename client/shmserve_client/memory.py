@@ -22,9 +22,9 @@ from .mapping import HUGE_PAGE_NBYTES
 __all__ = ["ProcessMemory", "SegmentMapping", "measure", "segment_page_tables"]
 
 _SEGMENT: Final = re.compile(
-    # A daemon's own mapping shows the number of a file without a name, as its segment was when it opened it.
     # Every pattern here begins with the newline before its line: that is four times as fast as re.MULTILINE and ^.
-    rb"\n([0-9a-f]+)-([0-9a-f]+) \S+ \S+ ([0-9a-f]+):([0-9a-f]+) (\d+) +/.*/(?:shmserve-[^/\n]+|#\d+ \(deleted\))(?=\n)"
+    rb"\n([0-9a-f]+)-([0-9a-f]+) \S+ \S+ ([0-9a-f]+):([0-9a-f]+) (\d+) +/.*"
+    rb"/shmserve-\d+-[^/\n]+-[0-9a-f]{8}(?: \(deleted\))?(?=\n)"
 )
 _PAGE_NBYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _PAGES_PER_TABLE: Final = HUGE_PAGE_NBYTES // _PAGE_NBYTES
@@ -46,6 +46,8 @@ class SegmentMapping:
     written: int
     """Pages that it wrote to, or that one did from which it was forked: copies, the segment is as it was. Those that
     were swapped are not in it."""
+    written_share: int
+    """The same, what forked processes share divided among them; at most, since the kernel does not tell it exactly."""
     huge: int
     """Of the touched ones, what is mapped by huge pages."""
 
@@ -87,11 +89,12 @@ def measure(pid: int) -> ProcessMemory:
         huge = _sum(rb"(?:Shmem|File)PmdMapped", figures)
         device = os.makedev(major, minor)
         touched = _sum(rb"Rss", figures) - written
-        segments.append(SegmentMapping(device, int(found[5]), start, stop, touched, written, huge))
-        # Copies that it shares with forked processes are in neither figure, or only in part.
+        # These figures are of the copies and of the segment's own pages together: take for copies as much as can be.
         segment_private, segment_proportional = _sum(rb"Private_(?:Clean|Dirty)", figures), _sum(rb"Pss", figures)
+        written_share = min(written, segment_proportional)
+        segments.append(SegmentMapping(device, int(found[5]), start, stop, touched, written, written_share, huge))
         private += min(written, segment_private) - segment_private
-        proportional += min(written, segment_proportional) - segment_proportional
+        proportional += written_share - segment_proportional
     return ProcessMemory(private, proportional, _sum(rb"VmPTE", _read(pid, "status")), tuple(segments))
 
 

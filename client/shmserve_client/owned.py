@@ -7,6 +7,7 @@ import fcntl
 import os
 import resource
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,13 +53,21 @@ class OwnedSegment:
         touched = map_private(fd, total_nbytes)
         touched.bytes[data_offset::HUGE_PAGE_NBYTES].sum()  # only what was touched can be seen to be huge
         self.huge_nbytes = touched.huge_nbytes()
-        self._mapping: Mapping | None = map_private(fd, total_nbytes)  # another, or all would count as of this process
+        # Another, or all would count as of this process; by its name, so that memory tools can tell what it is.
+        self._mapping: Mapping | None = self._map(map_private)
         can_be_huge = (total_nbytes - data_offset) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
         self.huge_refusal = _huge_refusal(can_be_huge - self.huge_nbytes, refusal_errno)
         self._unlinked = False
         self._locked: Mapping | None = None
         self._samples: dict[tuple[str | None, int, int], Samples] = {}
         self._closed = False
+
+    def _map(self, map_file: Callable[[int, int], Mapping]) -> Mapping:
+        fd = open_segment(self.path)
+        try:
+            return map_file(fd, self.header.total_nbytes)
+        finally:
+            os.close(fd)
 
     def name_exists(self) -> bool:
         """Return whether the segment, until `close`, can still be found under its path."""
@@ -89,7 +98,8 @@ class OwnedSegment:
         data_offset, nbytes = self.header.data_offset, self.header.total_nbytes
         try:
             # What is between them is a hole, which locking would fill.
-            self._locked = map_locked(self.fd, nbytes, ranges=((0, head_nbytes), (data_offset, nbytes)))
+            ranges = ((0, head_nbytes), (data_offset, nbytes))
+            self._locked = self._map(lambda fd, nbytes: map_locked(fd, nbytes, ranges=ranges))
         except OSError as error:
             limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             raise OutOfSharedMemoryError(

@@ -91,6 +91,8 @@ class Command(_OneLine):
         """Run the command; what it raises becomes a FailedError."""
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read the output has what it wanted: click ends quietly
+            raise
         except (ShmserveError, OSError) as error:
             raise FailedError(str(error), self.failure_exit_code) from error
 

@@ -178,12 +178,14 @@ def _row(pid: str, rank: str, *figures: str) -> str:
 
 def _describe_memory(memory: DatasetMemory, segment_nbytes: int) -> str:
     private = sum(process.private_nbytes for process in memory.processes)
+    shared = sum(process.proportional_nbytes for process in memory.processes) - private
     page_tables = sum(process.page_tables_nbytes for process in memory.processes)
     copies = len(memory.processes)
     with_copies = f"with a copy in each of the {copies} processes" if copies > 1 else "with a copy in the process"
     return (
-        f"{size(memory.total_nbytes)}: {size(segment_nbytes)} once, {size(private)} private, {size(page_tables)} of "
-        f"page tables; {size(memory.copied_nbytes)} {with_copies}"
+        f"{size(memory.total_nbytes)}: {size(segment_nbytes)} once, {size(private)} private, {size(shared)} "
+        f"shared by forks and of libraries, {size(page_tables)} of page tables; "
+        f"{size(memory.copied_nbytes)} {with_copies}"
     )
 
 
@@ -193,7 +195,7 @@ def _written_note(memory: DatasetMemory) -> list[str]:
     if not writers:
         return []
     pids = ", ".join(str(process.pid) for process in writers)
-    written = size(sum(process.written_nbytes for process in writers))
+    written = size(sum(process.written_share_nbytes for process in writers))
     return [
         f"pid {pids} wrote to samples in place, as a transform may do, or were forked from one that did: {written} of "
         "the segment are private copies now, and are seen changed in the next epoch: open the dataset with copy=True"
