@@ -284,6 +284,42 @@ def test_an_out_that_does_not_fit_is_refused(serve: Any, out: Any) -> None:
         ds.batch([0, 1], length=3, out=out)
 
 
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(2, 3, dtype=torch.complex64, requires_grad=True),
+        torch.zeros(2, 3, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.zeros(2, 3, dtype=torch.complex64)),  # the imaginary part of a conj() is one
+    ],
+    ids=["gradient", "conj", "neg"],
+)
+def test_an_out_that_numpy_cannot_write_to_is_refused(serve: Any, out: torch.Tensor) -> None:
+    ds = serve(columns_of(np.dtype(np.complex64)))(columns=["ragged"])
+    with pytest.raises(ConfigError, match=r"out is torch.complex64 \[2, 3\] on cpu: .*, without gradient"):
+        ds.batch([0, 2], out=out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_out_of_inference_mode_is_filled_there_alone(serve: Any, dtype: torch.dtype) -> None:
+    ds = serve(columns_of(np.dtype(np.float32)))(columns=["ragged"])
+    with torch.inference_mode():
+        out = torch.empty(2, 3, dtype=dtype)
+        assert ds.batch([0, 2], out=out, dtype=dtype).values.tolist() == [[1, 2, 3]] * 2
+    with pytest.raises(ConfigError, match="out is"):
+        ds.batch([0, 2], out=out, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.complex32, torch.float8_e5m2, torch.float8_e4m3fn, torch.float32, torch.complex64]
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_numbers_beyond_int64_are_converted_as_samples_are(serve: Any, dtype: torch.dtype) -> None:
+    ds = serve({"big": np.array([1 << 63, (1 << 64) - 1, 3 << 40, 5], np.uint64)})(dtype=dtype)
+    samples = [sample.to(torch.complex64).item() for sample in ds]
+    assert repr(ds.batch(range(4)).values.to(torch.complex64).tolist()) == repr(samples)  # where NaN is NaN
+    assert samples[3] == 5
+
+
 def test_without_a_length_out_has_it(serve: Any) -> None:
     ds = serve({"tokens": [np.array([1, 2], np.int32), np.array([3, 4, 5], np.int32)]})()
     for dtype in (torch.int64, torch.bfloat16):
@@ -300,11 +336,12 @@ def test_options_that_are_impossible_say_so(serve: Any) -> None:
     open_dataset = serve(columns_of(np.dtype(np.int32)))
     ds = open_dataset(columns=["ragged"])
     for make in (lambda **options: ds.batch([0], **options), ds.batched):
-        for length in (-1, 1.5, "3"):
+        for length in (-1, 1.5, "3", 1 << 70):
             with pytest.raises(ConfigError, match=f"length {length!r}: give a number of items"):
                 make(length=length)
-        with pytest.raises(ConfigError, match="dtype 'int64': give None, 'stored', or a torch dtype"):
-            make(dtype="int64")
+        for dtype in ("int64", [], np.int64):
+            with pytest.raises(ConfigError, match=r"dtype .*: give None, 'stored', or a torch dtype"):
+                make(dtype=dtype)
     for columns in ("fixed", ["fixed", "scalar"]):
         with pytest.raises(ConfigError, match="length 3: these samples all have one shape"):
             open_dataset(columns=columns).batch([0], length=3)
@@ -314,7 +351,7 @@ def test_options_that_are_impossible_say_so(serve: Any) -> None:
             batch()
     with pytest.raises(SampleIndexError, match="index 8 is out of range"):
         ds.batch([0, 8])
-    for wrong in (3, [0.5], [[1]], np.array([True]), [None]):
+    for wrong in (3, [0.5], [[1]], np.array([True]), [True, False], [None], torch.ones(1, requires_grad=True)):
         with pytest.raises(SampleTypeError):
             ds.batch(wrong)
     with pytest.raises(SampleIndexError):

@@ -178,7 +178,6 @@ def test_positions_are_indices_in_bulk() -> None:
         [],
         np.array([3], np.uint64),
         np.array([3, -1], object),
-        [True, False],
         [np.int8(-1), torch.tensor([3]), torch.tensor(2)],
         {2: "b", 0: "a"},
     ):
@@ -195,6 +194,7 @@ def test_positions_are_indices_in_bulk() -> None:
     for wrong in (
         *([0.5], ["x"], "x", 3, None, [[1]], [[0, 1], [2]], np.array([[1]]), np.array(3), np.array([0.5])),
         *(np.array([True, False, True]), torch.tensor([True]), torch.tensor([0.5]), torch.tensor(3)),
+        *([True, False, True], (1, True), iter([True]), np.array([True], object)),
     ):
         with pytest.raises(SampleTypeError):
             samples.positions(wrong)

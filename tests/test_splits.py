@@ -100,6 +100,22 @@ def test_other_lengths_are_refused(ds: ShmDataset, lengths: Any) -> None:
         ds.split(lengths)
 
 
+def test_fractions_may_be_float32(ds: ShmDataset) -> None:
+    for fractions in ([0.9, 0.1], [0.7, 0.2, 0.1]):
+        assert [*map(len, ds.split(torch.tensor(fractions)))] == [*map(len, ds.split(fractions))]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", [[1.5, -0.5], [2, -1], [1, -1]])
+def test_negative_lengths_of_nothing_are_refused(shm_dir: Path, runtime_dir: Path, lengths: Any) -> None:
+    socket = runtime_dir / "fake.sock"
+    with (
+        served_columns({"label": np.arange(0)}, shm_dir=shm_dir, socket=socket),
+        ShmDataset(endpoint=f"ipc://{socket}") as empty,
+        pytest.raises(ConfigError, match="counts that sum to 0"),
+    ):
+        empty.split(lengths)
+
+
 def test_a_part_travels_as_a_specification(ds: ShmDataset, tmp_path: Path) -> None:
     (_, part) = ds.split([0.9, 0.1])
     pickled = pickle.dumps(part)

@@ -17,7 +17,16 @@ from torch.utils.data import Dataset
 from .errors import ConfigError
 from .indices import Int64s
 from .samples import Samples
-from .tensors import DtypeOption, Limits, OpenColumn, numpy_dtype, tensor_maker, value_limits
+from .tensors import (
+    DtypeOption,
+    Limits,
+    OpenColumn,
+    check_dtype,
+    gathered_dtype,
+    numpy_dtype,
+    tensor_maker,
+    value_limits,
+)
 
 __all__ = ["Batch", "BatchedDataset", "Ranges", "gather"]
 
@@ -100,6 +109,7 @@ def gather(
     out: Any,
 ) -> Batch | dict[str, Batch]:
     """Return the batch of the samples at `positions`. Described at `ShmDataset.batch`."""
+    check_dtype(dtype)
     samples = {name: column.samples for name, column in columns.items()}
     if length is not None:
         length = _checked_length(length)
@@ -146,9 +156,8 @@ def _conversion(stored: np.dtype[Any], dtype: DtypeOption) -> _Conversion:
     if dtype is None:
         dtype = torch.int64
     tensor_maker(stored, dtype, private=True)  # raises where torch does not convert to it
-    equal = numpy_dtype(dtype)
-    numpy = equal or np.dtype(np.complex64 if stored.kind == "c" else np.float32)
-    return _Conversion(dtype, numpy, equal is not None, value_limits(stored, numpy))
+    numpy = gathered_dtype(stored, dtype)
+    return _Conversion(dtype, numpy, numpy_dtype(dtype) is not None, value_limits(stored, numpy))
 
 
 def _gather(
@@ -215,11 +224,14 @@ def _checked_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
         and (out.shape[1:], out.ndim) == (shape[1:], len(shape))
         and out.shape[0] >= shape[0]
         and out.is_contiguous()
-        and not (out.requires_grad or out.is_conj() or out.is_neg() or out.is_inference())
+        and not (out.requires_grad or out.is_conj() or out.is_neg())
+        and (not out.is_inference() or torch.is_inference_mode_enabled())
     ):
         return out[: shape[0]]
     given = f"{out.dtype} {list(out.shape)} on {out.device}" if isinstance(out, torch.Tensor) else type(out).__name__
-    raise ConfigError(f"out is {given}: give a contiguous CPU tensor, {dtype} {list(shape)} or with more rows")
+    raise ConfigError(
+        f"out is {given}: give a contiguous CPU tensor, {dtype} {list(shape)} or with more rows, without gradient"
+    )
 
 
 def _check_values(limits: Limits, values: NDArray[Any], positions: Int64s, starts: Int64s, counts: Int64s) -> None:

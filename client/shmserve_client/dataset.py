@@ -296,7 +296,7 @@ class ShmDataset(Dataset[Any]):
             dtype: the dtype of `values`. None is the dtype that the dataset was opened with; without one, int64 for
                 integers, and the stored dtype for all others. "stored" is the stored one in any case.
             out: a contiguous CPU tensor of that dtype, with n rows or more, or a dict of them; `values` is a view of
-                its first n rows.
+                its first n rows. It shares no memory with samples, which it would overwrite.
 
         Raises:
             ConfigError: an option is impossible for this data, or the dataset has a transform or a `__getitem__` of a

@@ -44,9 +44,10 @@ class Indexed:
 
         Raises:
             SampleIndexError: no sample has one of them.
-            SampleTypeError: they are not integers, or an array of booleans, which would mean a mask elsewhere.
+            SampleTypeError: they are not integers; or they are booleans, which would mean a mask elsewhere.
         """
-        if indices.__class__ is list:  # as DataLoader gives them: several times faster than one by one
+        if indices.__class__ is list and bool not in set(map(type, indices)):
+            # As DataLoader gives them: several times faster than one by one.
             with suppress(TypeError, OverflowError):  # what follows says which one it is
                 indices = np.array(array("q", indices))
         try:
@@ -55,9 +56,12 @@ class Indexed:
             raise _not_indices(indices) from None
         if given is None or given.dtype.kind == "O":
             try:
-                each = iter(indices)
+                iterator = iter(indices)
             except TypeError:
                 raise _not_indices(indices) from None
+            each = list(iterator)
+            if bool in set(map(type, each)):
+                raise _not_indices(each)
             return np.array([self.position(index) for index in each], np.int64)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
             raise _not_indices(indices)

@@ -86,13 +86,13 @@ def split(dataset: ShmDataset, lengths: Sequence[float], seed: int) -> list[Data
 def _counts(lengths: Sequence[float], total: int) -> list[int]:
     """Return how many samples each part has, as torch.utils.data.random_split would."""
     try:
-        if math.isclose(math.fsum(lengths), 1):
+        if math.isclose(math.fsum(lengths), 1, rel_tol=1e-6):  # as near as float32 comes
             counts = [math.floor(total * fraction) for fraction in lengths]
             left = total - sum(counts)
             counts = [count + (left - number + len(counts) - 1) // len(counts) for number, count in enumerate(counts)]
         else:
             counts = [operator.index(length) for length in lengths]  # type: ignore[arg-type]  # floats are errors
-        if sum(counts) == total and min(counts, default=0) >= 0:
+        if sum(counts) == total and min(counts, default=0) >= 0 and min(lengths, default=0) >= 0:
             return counts
     except (TypeError, ValueError, OverflowError):
         pass  # not numbers, or fractions with another sum

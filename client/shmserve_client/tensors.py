@@ -18,6 +18,8 @@ __all__ = [
     "Limits",
     "OpenColumn",
     "Transform",
+    "check_dtype",
+    "gathered_dtype",
     "numpy_dtype",
     "remote_reader",
     "shared_reader",
@@ -46,26 +48,36 @@ def tensor_maker(stored: np.dtype[Any], dtype: DtypeOption, *, private: bool) ->
     Raises:
         ConfigError: `dtype` is none of these, nothing that torch converts to, or real where the stored one is complex.
     """
+    check_dtype(dtype)
     if dtype == "stored":
         return _same_dtype(private)
     if dtype is None:
         return _converting(stored, np.dtype(np.int64)) if stored in _WITHOUT_ARITHMETIC else _same_dtype(private)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(
-            f"dtype {dtype!r}: give None, 'stored', or a torch dtype such as torch.int64, for the tensors; what files "
-            "without a header hold is stored_dtype= of from_path, and --dtype of the daemon"
-        )
     if stored.kind == "c" and not dtype.is_complex:
         raise ConfigError(f"dtype {dtype}: the data is {stored.name}, which has no such value")
     target = numpy_dtype(dtype)
     if target is None:
-        make = _converting_in_torch(tensor_maker(stored, None, private=private), dtype)
+        make = _converting_in_torch(gathered_dtype(stored, dtype), dtype)
         try:
             make(np.zeros(1, stored), 0)
         except (TypeError, RuntimeError) as error:
             raise ConfigError(f"dtype {dtype}: torch does not convert {stored.name} to it") from error
         return make
     return _same_dtype(private) if target == stored else _converting(stored, target)
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise ConfigError unless `dtype` is a DtypeOption."""
+    if not (dtype is None or isinstance(dtype, torch.dtype) or (isinstance(dtype, str) and dtype == "stored")):
+        raise ConfigError(
+            f"dtype {dtype!r}: give None, 'stored', or a torch dtype such as torch.int64, for the tensors; what files "
+            "without a header hold is stored_dtype= of from_path, and --dtype of the daemon"
+        )
+
+
+def gathered_dtype(stored: np.dtype[Any], dtype: torch.dtype) -> np.dtype[Any]:
+    """Return what numpy converts to: `dtype`, or, where numpy lacks it, what torch then makes `dtype` of."""
+    return numpy_dtype(dtype) or np.dtype(np.complex64 if stored.kind == "c" else np.float32)
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
@@ -98,8 +110,9 @@ def _converting(stored: np.dtype[Any], target: np.dtype[Any]) -> TensorMaker:
     return make
 
 
-def _converting_in_torch(make: TensorMaker, dtype: torch.dtype) -> TensorMaker:
-    return lambda view, index: make(view, index).to(dtype)
+def _converting_in_torch(intermediate: np.dtype[Any], dtype: torch.dtype) -> TensorMaker:
+    from_numpy = torch.from_numpy
+    return lambda view, index: from_numpy(view.astype(intermediate)).to(dtype)
 
 
 @dataclass(frozen=True)
