@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Final
 
 from shmserve_client.errors import DatasetFailedError, ShmserveError, SourceFormatError, printable
@@ -30,76 +31,140 @@ _SHOWN_SHARDS: Final = 8
 _PAGE_NBYTES: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A dataset whose files are known, and since when it is being loaded."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """A dataset to load: for the first time, or, where it `succeeds` a segment, as the generation after that one's."""
 
     config: DatasetConfig
+    succeeds: OwnedSegment | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def check_cancelled(self) -> None:
+        if self.cancelled.is_set():
+            raise CancelledError
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A job whose files are known, and since when it is being done."""
+
+    job: _Job
     resolved: Resolved
     started_s: float
 
 
 class Loader:
-    """Brings the datasets of one daemon into its catalog. `run` is called once, in a thread of its own."""
+    """Brings the datasets of one daemon into its catalog, in a thread of its own: `run` first, once, then `work`."""
 
     def __init__(self, config: DaemonConfig, catalog: Catalog, progress: Progress) -> None:
         self._config = config
         self._catalog = catalog
         self._progress = progress
-        self._cancelled = threading.Event()
+        self._ending = False
+        self._pending = [_Job(dataset) for dataset in config.datasets]
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+
+    def load(self, config: DatasetConfig) -> None:
+        """Have `work` load a dataset that is in the catalog."""
+        self._submit(_Job(config))
+
+    def reload(self, config: DatasetConfig, segment: OwnedSegment) -> None:
+        """Have `work` load again what is now served from `segment`."""
+        self._submit(_Job(config, segment))
+
+    def _submit(self, job: _Job) -> None:
+        self._pending.append(job)
+        self._queue.put(job)
+
+    def withdraw(self, config: DatasetConfig) -> None:
+        """Have nothing more done for this dataset."""
+        for job in list(self._pending):
+            if job.config is config:
+                job.cancelled.set()
 
     def cancel(self) -> None:
-        """Have `run` give up: within one step of the writer, or once the index that it plans is read."""
-        self._cancelled.set()
+        """Have `run` and `work` end: within one step of the writer, or once the index that is planned is read."""
+        self._ending = True
+        for job in list(self._pending):
+            job.cancelled.set()
+        self._queue.put(None)
 
     def run(self) -> None:
-        """Make every dataset Ready in the catalog; the first that fails is Failed there, and ends it.
+        """Make every dataset Ready that the daemon starts with; the first that fails is Failed, and ends it.
 
         What ended daemons left and what fits is adopted first, and the rest of it removed, so that its memory is free
         for what is then written.
         """
-        current = self._config.datasets[0]
+        jobs = list(self._pending)
+        current = jobs[0]
         try:
             to_write: list[_Found] = []
-            for current in self._config.datasets:
+            for current in jobs:
                 found = self._find(current)
                 if not self._adopt(found):
                     to_write.append(found)
             for leftover in collect(self._config.shm_dir).kept:
                 log.warning("%s is kept: its daemon has ended, but processes still read it", leftover.path)
             for found in to_write:
-                current = found.config
+                current = found.job
                 self._write(found)
-        except CancelledError:
-            log.debug("loading %r was cancelled", current.name)
-        except ShmserveError as error:
-            self._catalog.put(current.name, Failed(error))
-        except OSError as error:
-            self._catalog.put(current.name, Failed(DatasetFailedError(f"cannot load {current.name!r}: {error}")))
-        except Exception as error:  # a fault of ours: the daemon has to say so and end, rather than load for ever
-            log.exception("loading %r failed", current.name)
-            message = f"internal error while loading {current.name!r}: {type(error).__name__}: {error}"
-            self._catalog.put(current.name, Failed(DatasetFailedError(message)))
+        except Exception as error:
+            self._fail(current, error)
+        finally:
+            for job in jobs:
+                self._pending.remove(job)
 
-    def _check_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise CancelledError
+    def work(self) -> None:
+        """Do what `load` and `reload` ask for, one after the other, until `cancel`."""
+        while (job := self._queue.get()) is not None:
+            if self._ending:
+                break
+            try:
+                found = self._find(job)
+                if job.succeeds is not None or not self._adopt(found):
+                    self._write(found)
+            except Exception as error:
+                self._fail(job, error)
+            finally:
+                self._pending.remove(job)
 
-    def _find(self, config: DatasetConfig) -> _Found:
-        self._check_cancelled()
+    def _fail(self, job: _Job, error: Exception) -> None:
+        name = job.config.name
+        match error:
+            case CancelledError():
+                log.debug("loading %r was cancelled", name)
+                return
+            case ShmserveError():
+                reason = error
+            case OSError():
+                reason = DatasetFailedError(f"cannot load {name!r}: {error}")
+            case _:  # a fault of ours: the daemon has to say so, rather than load for ever
+                log.error("loading %r failed", name, exc_info=error)
+                reason = DatasetFailedError(f"internal error while loading {name!r}: {type(error).__name__}: {error}")
+        if job.succeeds is not None:
+            log.warning("reloading %r failed, it is served as before: %s", name, reason)
+        self._report(job, Failed(reason))
+
+    def _report(self, job: _Job, state: Loading | Failed) -> None:
+        """Say in the catalog how far the job is; what it is to succeed stays served."""
+        (self._catalog.put if job.succeeds is None else self._catalog.put_successor)(job.config, state)
+
+    def _find(self, job: _Job) -> _Found:
+        job.check_cancelled()
         started_s = time.monotonic()
-        resolved = resolve(config.data, config.options)
-        self._catalog.put(config.name, Loading(resolved.format, key=resolved.key))
+        name = job.config.name
+        resolved = resolve(job.config.data, job.config.options)
+        self._report(job, Loading(resolved.format, key=resolved.key))
         first_files = [shard.files[0].name for shard in resolved.shards]
         if len(first_files) > 1:  # samples are counted through all of them, so their order matters to people
             shown = first_files[:_SHOWN_SHARDS]
             more = f", ... {first_files[-1]}" if len(first_files) > _SHOWN_SHARDS else ""
-            self._progress.say(f"{config.name}: {len(first_files)} shards in this order: {', '.join(shown)}{more}")
-        return _Found(config, resolved, started_s)
+            self._progress.say(f"{name}: {len(first_files)} shards in this order: {', '.join(shown)}{more}")
+        return _Found(job, resolved, started_s)
 
     def _adopt(self, found: _Found) -> bool:
         config = self._config
-        segment = adopt(found.config.name, found.resolved.fingerprint, config.shm_dir, gid=config.gid)
+        segment = adopt(found.job.config.name, found.resolved.fingerprint, config.shm_dir, gid=config.gid)
         if segment is None:
             return False
         try:
@@ -110,13 +175,14 @@ class Loader:
         return True
 
     def _write(self, found: _Found) -> None:
-        name, resolved = found.config.name, found.resolved
+        job, resolved = found.job, found.resolved
+        name = job.config.name
         description, pieces = describe(name, resolved, resolved.plan())
         nbytes = sum(array.nbytes for array in description.all_arrays())
         self._progress.start(name, (-(-nbytes // _PAGE_NBYTES) + 1) * _PAGE_NBYTES)  # one is the header's
 
         def on_progress(done_nbytes: int, total_nbytes: int) -> None:
-            self._catalog.put(name, Loading(resolved.format, done_nbytes, total_nbytes, resolved.key))
+            self._report(job, Loading(resolved.format, done_nbytes, total_nbytes, resolved.key))
             self._progress.advance(done_nbytes, total_nbytes)
 
         segment = write_segment(
@@ -124,9 +190,10 @@ class Loader:
             pieces,
             shm_dir=self._config.shm_dir,
             progress=on_progress,
-            cancelled=self._cancelled,
-            vocab_size=found.config.options.vocab_size,
+            cancelled=job.cancelled,
+            vocab_size=job.config.options.vocab_size,
             gid=self._config.gid,
+            generation=1 if job.succeeds is None else job.succeeds.header.generation + 1,
         )
         try:
             if resolved.changed():
@@ -140,11 +207,12 @@ class Loader:
             raise
 
     def _serve(self, found: _Found, segment: OwnedSegment, *, adopted: bool) -> None:
-        self._check_cancelled()
+        found.job.check_cancelled()
         if self._config.lock:
             segment.lock_pages()
         load_seconds = time.monotonic() - found.started_s
-        self._catalog.put(found.config.name, Ready(segment, found.resolved, adopted, load_seconds))
+        if not self._catalog.put(found.job.config, Ready(segment, found.resolved, adopted, load_seconds)):
+            raise CancelledError  # it was unloaded in this moment
 
 
 def describe(name: str, resolved: Resolved, corpus: Corpus) -> tuple[Description, list[Sequence[Piece]]]:
@@ -166,7 +234,12 @@ def describe(name: str, resolved: Resolved, corpus: Corpus) -> tuple[Description
         num_samples=corpus.num_samples,
         columns=(column,),
         source=SourceRecord(
-            resolved.key, resolved.fingerprint, tuple(map(printable, resolved.data)), len(resolved.files)
+            resolved.key,
+            resolved.fingerprint,
+            tuple(map(printable, resolved.data)),
+            len(resolved.files),
+            resolved.options.dtype,
+            resolved.options.vocab_size,
         ),
         arrays={key: _array(plan) for key, plan in corpus.arrays.items()},
         stream=corpus.stream,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shmserve_client.errors import ConfigError, SegmentFormatError, SegmentNotFoundError, ShmserveError
-from shmserve_client.layout import Description
+from shmserve_client.layout import Description, Header
 from shmserve_client.locks import AttachedProcess, attached_processes, is_at, take_owner_lock
 from shmserve_client.owned import OwnedSegment, adopt_segment
 from shmserve_client.segment import open_segment, read_prefix
@@ -59,29 +59,36 @@ def _segment_paths(shm_dir: str) -> list[str]:
 def adopt(name: str, fingerprint: str, shm_dir: str, *, gid: int | None = None) -> OwnedSegment | None:
     """Return the segment of `name` that an ended daemon loaded from the very same files, now owned by this process.
 
-    None where there is no such segment. With `gid`, that group may read it from now on.
+    None where there is no such segment; of several generations it is the last. With `gid`, that group may read the
+    segment from now on.
     """
+    fitting: list[tuple[int, str]] = []
     for path in _segment_paths(shm_dir):
         try:
-            description = _description_of(path)
-            if description.name == name and description.source.fingerprint == fingerprint:
-                deadline_s = time.monotonic() + _LOOK_S
-                while (segment := adopt_segment(path, gid=gid)) is None and time.monotonic() < deadline_s:
-                    time.sleep(_LOOK_S / 10)
-                if segment is not None:
-                    return segment
+            header, description = _prefix_of(path)
+        except (SegmentFormatError, SegmentNotFoundError) as error:
+            log.debug("%s cannot be adopted: %s", path, error)
+            continue
+        if description.name == name and description.source.fingerprint == fingerprint:
+            fitting.append((header.generation, path))
+    for _, path in sorted(fitting, reverse=True):
+        try:
+            deadline_s = time.monotonic() + _LOOK_S
+            while (segment := adopt_segment(path, gid=gid)) is None and time.monotonic() < deadline_s:
+                time.sleep(_LOOK_S / 10)
+            if segment is not None:
+                return segment
         except (SegmentFormatError, SegmentNotFoundError) as error:
             log.debug("%s cannot be adopted: %s", path, error)
     return None
 
 
-def _description_of(path: str) -> Description:
+def _prefix_of(path: str) -> tuple[Header, Description]:
     fd = open_segment(path)
     try:
-        _, description = read_prefix(fd)
+        return read_prefix(fd)
     finally:
         os.close(fd)
-    return description
 
 
 def collect(shm_dir: str, *, dry_run: bool = False) -> Collected:

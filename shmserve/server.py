@@ -19,8 +19,9 @@ from typing import Any, Final
 import zmq
 
 from shmserve_client.endpoint import control_path, ensure_directory, lock_path
-from shmserve_client.errors import EndpointError, ShmserveError
+from shmserve_client.errors import DatasetNotReadyError, EndpointError, ShmserveError
 from shmserve_client.locks import attached_processes
+from shmserve_client.owned import OwnedSegment
 from shmserve_client.protocol import (
     MAX_REQUEST_NBYTES,
     Attach,
@@ -28,6 +29,7 @@ from shmserve_client.protocol import (
     Reply,
     Request,
     StatusReport,
+    Stop,
     Stopping,
     decode_control,
     decode_request,
@@ -40,6 +42,7 @@ from .catalog import Catalog
 from .config import DaemonConfig
 from .loader import Loader
 from .lockfile import LockFile
+from .management import Management
 from .progress import Progress
 from .service import Service
 from .text import count
@@ -57,7 +60,8 @@ _FAREWELL_MS: Final = 200
 """How long the last replies may take to leave."""
 _LOADER_PATIENCE_S: Final = 1.5
 """How long a loader that was told to stop may take; the rest of it is in a read that does not return."""
-_LINGER_CHECK_S: Final = 1.0
+_LOOK_S: Final = 1.0
+"""How often the daemon looks whether anybody still reads what it could let go."""
 
 _Socket = zmq.Socket[bytes]
 
@@ -88,10 +92,11 @@ class Server:
         self._starter_fd = starter_fd
         self._cleanup = ExitStack()
         self._loader = Loader(config, self.catalog, progress)
+        self._management = Management(self.catalog, self._loader)
         self._loading = threading.Thread(target=self._load, name="loader", daemon=True)
         self._loaded = threading.Event()
         self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._last_used_s = self._linger_checked_s = 0.0
+        self._last_used_s = self._looked_s = 0.0
 
     def run(self) -> None:
         """Serve until SIGTERM, SIGINT, SIGHUP, a stop request, or `linger_s` without an attached process.
@@ -165,9 +170,8 @@ class Server:
             poller.register(source, zmq.POLLIN)
         if self._starter_fd is not None:
             poller.register(self._starter_fd, zmq.POLLERR)
-        patience_ms = None if self.config.linger_s is None else int(_LINGER_CHECK_S * 1000)
         while not self.should_exit:
-            for source, _ in poller.poll(patience_ms):
+            for source, _ in poller.poll(int(_LOOK_S * 1000)):
                 if source is self._clients:
                     self._answer(self._clients, decode_request, self._reply)
                 elif source is self._control:
@@ -181,8 +185,11 @@ class Server:
                 if self._starter_fd is not None:
                     poller.unregister(self._starter_fd)
                 self._finish_start()
-            elif self.started and self.config.linger_s is not None:
-                self._check_linger(self.config.linger_s)
+            elif self.started and time.monotonic() - self._looked_s >= _LOOK_S:
+                self.catalog.release_retired()
+                if self.config.linger_s is not None:
+                    self._check_linger(self.config.linger_s)
+                self._looked_s = time.monotonic()
 
     def _answer(
         self,
@@ -209,9 +216,13 @@ class Server:
             self._last_used_s = time.monotonic()  # it is about to attach
         return self.service.reply(request)
 
-    def _obey(self, _: Control) -> Reply:
-        self.should_exit = self.removes_segments = True
-        return Stopping(os.getpid())
+    def _obey(self, request: Control) -> Reply:
+        if isinstance(request, Stop):
+            self.should_exit = self.removes_segments = True
+            return Stopping(os.getpid())
+        if not self.started:
+            raise DatasetNotReadyError("the daemon still loads what it was started with: wait for `shmserve status`")
+        return self._management.obey(request)
 
     def _finish_start(self) -> None:
         if self.catalog.failure() is not None:
@@ -223,10 +234,8 @@ class Server:
 
     def _check_linger(self, linger_s: float) -> None:
         now_s = time.monotonic()
-        if now_s - self._linger_checked_s < _LINGER_CHECK_S:
-            return
-        self._linger_checked_s = now_s
-        if any(attached_processes(ready.segment.fd) for ready in self.catalog.ready().values()):
+        segments = [*self.catalog.retired, *(ready.segment for ready in self.catalog.ready().values())]
+        if any(attached_processes(segment.fd) for segment in segments):
             self._last_used_s = now_s
         elif now_s - self._last_used_s >= linger_s:
             log.info("no process has been attached for %g s", linger_s)
@@ -239,6 +248,7 @@ class Server:
             self._loaded.set()
             with suppress(OSError):  # either the loop has more to wake up for than it can hold, or it has ended
                 self._wake_sender.send(b"\0")
+        self._loader.work()
 
     def shutdown(self) -> None:
         """Undo the startup, however far it got: loader, segments, sockets, lock."""
@@ -252,17 +262,23 @@ class Server:
 
     def _release_segments(self) -> None:
         """Remove the segments, except those that the next start may want; all of them when told to stop."""
-        for name, ready in self.catalog.ready().items():
-            segment = ready.segment
-            readers = [] if self.removes_segments else attached_processes(segment.fd)
-            if readers:
-                self._progress.say(
-                    f"{name}: {segment.path} stays for its {count(len(readers), 'reader')}: the next start adopts it, "
-                    "`shmserve gc` removes it once nobody reads it"
-                )
-            elif self.removes_segments or self.started or not ready.adopted:  # else it was here before, and is kept
-                segment.unlink()
-            segment.close()
+        started = self.started or self.removes_segments
+        for ready in self.catalog.ready().values():
+            # Before the start was over, what had been adopted was there already, and is kept.
+            self._release(ready.segment, "the next start adopts it, ", unlink=started or not ready.adopted)
+        for segment in self.catalog.retired:
+            self._release(segment, "", unlink=True)
+
+    def _release(self, segment: OwnedSegment, prospect: str, *, unlink: bool) -> None:
+        readers = [] if self.removes_segments else attached_processes(segment.fd)
+        if readers:
+            self._progress.say(
+                f"{segment.description.name}: {segment.path} stays for its {count(len(readers), 'reader')}: {prospect}"
+                "`shmserve gc` removes it once nobody reads it"
+            )
+        elif unlink:
+            segment.unlink()
+        segment.close()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

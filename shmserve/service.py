@@ -20,6 +20,7 @@ from shmserve_client.errors import (
     ShmserveError,
 )
 from shmserve_client.locks import attached_processes
+from shmserve_client.owned import OwnedSegment
 from shmserve_client.protocol import (
     MAX_INDICES,
     Attach,
@@ -32,6 +33,7 @@ from shmserve_client.protocol import (
     Offsets,
     Reply,
     Request,
+    RetiredSegment,
     Status,
     StatusReport,
     Welcome,
@@ -39,8 +41,7 @@ from shmserve_client.protocol import (
 )
 from shmserve_client.version import __version__
 
-from .catalog import Catalog, Failed, Loading, Ready, State
-from .config import DatasetConfig
+from .catalog import Catalog, Entry, Failed, Loading, Ready
 from .text import percent, size
 
 __all__ = ["Service"]
@@ -65,7 +66,7 @@ class Service:
                 case Hello():
                     return Welcome(__version__, os.getpid(), os.geteuid())
                 case List():
-                    return Datasets([config.name for config, _ in self._catalog])
+                    return Datasets([entry.config.name for entry in self._catalog])
                 case Attach():
                     return self._attach(request)
                 case Lookup():
@@ -78,46 +79,50 @@ class Service:
             return failure_from(error)
 
     def _attach(self, request: Attach) -> Attached:
-        config, state = self._find(request)
-        ready = _served(config, state)
-        if not ready.segment.name_exists():
-            raise SegmentNotFoundError(
-                f"the segment of dataset {config.name!r} was removed from under the daemon, it was at "
-                f"{ready.segment.path} (systemd does so at logout, see RemoveIPC= in logind.conf): restart the daemon"
-            )
+        entry = self._find(request)
+        config, segment = entry.config, _served(entry).segment
         return Attached(
-            config.name, ready.segment.path, ready.segment.header.nonce, config.block_size or 0, config.stride or 0
+            config.name, segment.open_path(), segment.header.nonce, config.block_size or 0, config.stride or 0
         )
 
-    def _find(self, request: Attach) -> tuple[DatasetConfig, State]:
+    def _find(self, request: Attach) -> Entry:
         """Return the dataset that fits both the name and the source key, each where it is given."""
         named = list(self._catalog) if request.name is None else [self._catalog.get(request.name)]
         if request.source_key is not None:
-            fitting = [(config, state) for config, state in named if _is_of(config, state, request)]
+            fitting = [entry for entry in named if _is_of(entry, request)]
             if not fitting:
                 raise DatasetNotFoundError("no dataset of those files, as they are now, is served here")
             return fitting[0]
-        if len(named) > 1:
-            names = ", ".join(config.name for config, _ in named)
-            raise DatasetNotFoundError(f"several datasets are served here, name one of them: {names}")
+        if len(named) != 1:
+            names = ", ".join(entry.config.name for entry in named)
+            several = f"several datasets are served here, name one of them: {names}"
+            raise DatasetNotFoundError(several if named else "no dataset is served here: `shmserve load` adds one")
         return named[0]
 
     def _look_up(self, request: Lookup) -> Offsets:
-        config, state = self._catalog.get(request.name)
-        ready = _served(config, state)
-        if request.nonce not in (b"", ready.segment.header.nonce):
-            raise SegmentNotFoundError(
-                f"the daemon has another segment of dataset {config.name!r} than the client: open the dataset again"
-            )
+        segment = self._segment_of(request)
         if len(request.indices) % 8 or len(request.indices) > MAX_INDICES * 8:
             raise ProtocolError(
                 f"lookup of {len(request.indices)} bytes of indices: they are int64, at most {MAX_INDICES} of them"
             )
         if max(request.block_size, request.stride) >= 1 << 62:
             raise BlockSizeError(f"block_size {request.block_size} or stride {request.stride} is not below 2^62")
-        samples = ready.segment.samples(request.column, request.block_size, request.stride)
+        samples = segment.samples(request.column, request.block_size, request.stride)
         offsets, nbytes = samples.extents(np.frombuffer(request.indices, "<i8"))
         return Offsets(offsets.astype("<i8", copy=False).tobytes(), nbytes.astype("<i8", copy=False).tobytes())
+
+    def _segment_of(self, request: Lookup) -> OwnedSegment:
+        """Return the segment that the client reads: the served one or, for as long as it is read, a former one."""
+        if request.nonce:
+            for segment in self._catalog.retired:
+                if segment.header.nonce == request.nonce:
+                    return segment
+        segment = _served(self._catalog.get(request.name)).segment
+        if request.nonce not in (b"", segment.header.nonce):
+            raise SegmentNotFoundError(
+                f"the daemon has another segment of dataset {request.name!r} than the client: open the dataset again"
+            )
+        return segment
 
     def status(self, name: str | None = None) -> StatusReport:
         """Return the daemon and its datasets as they are now, or the one called `name`.
@@ -133,67 +138,120 @@ class Service:
             shm_dir=self._shm_dir,
             uptime_seconds=time.monotonic() - self._started_s,
             private_nbytes=_private_nbytes(),
-            datasets=[_status(config, state, self._disk_note) for config, state in chosen],
+            datasets=[_status(entry, self._disk_note) for entry in chosen],
+            retired=[
+                _retired_status(segment)
+                for segment in self._catalog.retired
+                if name is None or segment.description.name == name
+            ],
         )
 
 
-def _is_of(config: DatasetConfig, state: State, request: Attach) -> bool:
+def _is_of(entry: Entry, request: Attach) -> bool:
     """Return whether the dataset is of the source that `request` asks for, checked as it wants it."""
+    config, state = entry.config, entry.state
     key = state.resolved.key if isinstance(state, Ready) else state.key if isinstance(state, Loading) else ""
     return key != "" and key == request.source_key and request.vocab_size in (None, config.options.vocab_size)
 
 
-def _served(config: DatasetConfig, state: State) -> Ready:
-    match state:
+def _served(entry: Entry) -> Ready:
+    name = entry.config.name
+    match entry.state:
         case Loading(_, done_nbytes, total_nbytes):
             done = f"{size(done_nbytes)} of {size(total_nbytes)}, {percent(done_nbytes, total_nbytes)} %"
             progress = done if total_nbytes else "its index is being read"
-            raise DatasetNotReadyError(f"dataset {config.name!r} is still loading ({progress})")
+            raise DatasetNotReadyError(f"dataset {name!r} is still loading ({progress})")
         case Failed(error):
-            raise DatasetFailedError(f"dataset {config.name!r} could not be loaded: {error}")
-        case Ready():
-            return state
+            raise DatasetFailedError(f"dataset {name!r} could not be loaded: {error}")
+        case Ready() as ready:
+            return ready
         case _:
-            assert_never(state)
+            assert_never(entry.state)
 
 
-def _status(config: DatasetConfig, state: State, disk_note: str) -> DatasetStatus:
+def _status(entry: Entry, disk_note: str) -> DatasetStatus:
+    config = entry.config
     status = DatasetStatus(
         name=config.name, data=list(config.data), block_size=config.block_size or 0, stride=config.stride or 0
     )
-    match state:
+    match entry.state:
         case Loading(format_name, done_nbytes, total_nbytes):
             return replace(status, format=format_name, segment_nbytes=total_nbytes, loaded_nbytes=done_nbytes)
         case Failed(error):
             return replace(status, state="failed", error=str(error))
-        case Ready(segment=segment):
-            description, header = segment.description, segment.header
-            # Not the file's size: the gap between description and data is a hole.
-            memory_nbytes = os.fstat(segment.fd).st_blocks * 512
-            attached = attached_processes(segment.fd)
-            pid_namespace = os.stat("/proc/self/ns/pid").st_ino
-            here = [process.pid for process in attached if process.pid_namespace == pid_namespace]
-            notes = [*description.notes, *filter(None, (segment.huge_refusal, disk_note))]
-            return replace(
-                status,
-                state="ready",
-                format=description.format,
-                num_samples=description.num_samples,
-                stream=description.stream,
-                segment_nbytes=memory_nbytes,
-                loaded_nbytes=memory_nbytes,
-                huge_nbytes=0 if disk_note else segment.huge_nbytes,
-                path=segment.path,
-                generation=header.generation,
-                adopted=state.adopted,
-                load_seconds=state.load_seconds,
-                source_changed=state.source_changed,
-                attached_pids=here,
-                attached_elsewhere=len(attached) - len(here),
-                notes=notes,
-            )
+        case Ready() as ready:
+            return _with_successor(_with_segment(status, ready, disk_note), entry.successor)
         case _:
-            assert_never(state)
+            assert_never(entry.state)
+
+
+def _with_segment(status: DatasetStatus, ready: Ready, disk_note: str) -> DatasetStatus:
+    segment = ready.segment
+    description = segment.description
+    memory_nbytes = _memory_nbytes(segment)
+    here, elsewhere = _attached(segment)
+    return replace(
+        status,
+        state="ready",
+        format=description.format,
+        num_samples=description.num_samples,
+        stream=description.stream,
+        segment_nbytes=memory_nbytes,
+        loaded_nbytes=memory_nbytes,
+        huge_nbytes=0 if disk_note else segment.huge_nbytes,
+        path=segment.open_path(),
+        generation=segment.header.generation,
+        adopted=ready.adopted,
+        load_seconds=ready.load_seconds,
+        source_changed=ready.source_changed,
+        attached_pids=here,
+        attached_elsewhere=elsewhere,
+        notes=[*description.notes, *filter(None, (segment.huge_refusal, disk_note, _vanished_note(segment)))],
+    )
+
+
+def _with_successor(status: DatasetStatus, successor: Loading | Failed | None) -> DatasetStatus:
+    match successor:
+        case None:
+            return status
+        case Loading(_, done_nbytes, total_nbytes):
+            return replace(status, reload_state="loading", reload_loaded_nbytes=done_nbytes, reload_nbytes=total_nbytes)
+        case Failed(error):
+            return replace(status, reload_state="failed", reload_error=str(error))
+
+
+def _retired_status(segment: OwnedSegment) -> RetiredSegment:
+    here, elsewhere = _attached(segment)
+    return RetiredSegment(
+        name=segment.description.name,
+        generation=segment.header.generation,
+        path=segment.open_path(),
+        segment_nbytes=_memory_nbytes(segment),
+        attached_pids=here,
+        attached_elsewhere=elsewhere,
+    )
+
+
+def _memory_nbytes(segment: OwnedSegment) -> int:
+    """Return the memory that a segment takes: not the file's size, since the gap before its data is a hole."""
+    return os.fstat(segment.fd).st_blocks * 512
+
+
+def _attached(segment: OwnedSegment) -> tuple[list[int], int]:
+    """Return the pids in this pid namespace that have the segment attached, and how many processes of others do."""
+    attached = attached_processes(segment.fd)
+    pid_namespace = os.stat("/proc/self/ns/pid").st_ino
+    here = [process.pid for process in attached if process.pid_namespace == pid_namespace]
+    return here, len(attached) - len(here)
+
+
+def _vanished_note(segment: OwnedSegment) -> str:
+    if segment.name_exists():
+        return ""
+    return (
+        f"{segment.path} was removed from under the daemon (systemd does so at logout, see RemoveIPC= in logind.conf): "
+        "it is served on, but only this user's processes can attach it anew, until `shmserve reload`"
+    )
 
 
 def _disk_note(shm_dir: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from typing import Final
 
 from .catalog import Catalog
@@ -41,7 +40,7 @@ class Watch:
 
     def look(self) -> None:
         """Compare the files of every served dataset with what was loaded, once."""
-        for name, ready in self._catalog.ready().items():
+        for ready in self._catalog.ready().values():
             changed = ready.resolved.changed()
             if changed != ready.source_changed:
-                self._catalog.put(name, replace(ready, source_changed=changed))
+                self._catalog.mark_changed(ready, changed)

@@ -30,6 +30,9 @@ OPTIONS = {
     "start": "--data --config --dtype --vocab-size --block-size --stride --endpoint --shm-dir --group --lock --linger "
     "--detach --ready-fd",
     "stop": "--endpoint",
+    "load": "--dtype --vocab-size --block-size --stride --endpoint",
+    "reload": "--endpoint",
+    "unload": "--endpoint",
     "status": "--endpoint --json --wait",
     "ls": "--endpoint --json",
     "lookup": "--column --block-size --stride --endpoint --json",

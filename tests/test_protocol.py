@@ -21,6 +21,7 @@ from shmserve_client.protocol import (
     MAX_INDICES,
     MAX_REPLY_NBYTES,
     MAX_REQUEST_NBYTES,
+    Accepted,
     Attach,
     Attached,
     Datasets,
@@ -28,12 +29,16 @@ from shmserve_client.protocol import (
     Failure,
     Hello,
     List,
+    Load,
     Lookup,
     Offsets,
+    Reload,
+    RetiredSegment,
     Status,
     StatusReport,
     Stop,
     Stopping,
+    Unload,
     Welcome,
     decode_control,
     decode_reply,
@@ -67,7 +72,12 @@ DATASET = DatasetStatus(
     stride=0,
     notes=["a note"],
     error="",
+    reload_state="loading",
+    reload_loaded_nbytes=1 << 20,
+    reload_nbytes=1 << 41,
+    reload_error="",
 )
+RETIRED = RetiredSegment("корпус", 1, "/dev/shm/w", 1 << 40, [3], 0)
 REQUESTS: list[Any] = [
     Hello("0.1.0"),
     List(),
@@ -79,14 +89,22 @@ REQUESTS: list[Any] = [
     Status(),
     Status("a"),
 ]
+CONTROLS: list[Any] = [
+    Load("a", ["/a.bin"] * 100),
+    Load("a", ["/a.bin"], "uint16", 50257, 1025, 1024),
+    Reload("a"),
+    Unload("a"),
+    Stop(),
+]
 REPLIES: list[Any] = [
     Welcome("0.1.0", 1, 0),
     Datasets([]),
     Datasets(["a", "b"]),
     Attached("a", "/dev/shm/x", b"n" * 16, 1025, 1024),
     Offsets(b"\0" * 8, b"\1" * 8),
-    StatusReport("0.1.0", 1, "/run/x.sock", "/dev/shm", 1.5, 1 << 20, [DATASET, DATASET]),
+    StatusReport("0.1.0", 1, "/run/x.sock", "/dev/shm", 1.5, 1 << 20, [DATASET, DATASET], [RETIRED]),
     StatusReport("0.1.0", 1, "/run/x.sock", "/dev/shm", 1.5, 1 << 20, []),
+    Accepted("a", 2),
     Stopping(1),
     Failure("failed", "why"),
 ]
@@ -105,17 +123,24 @@ def test_replies_come_back(message: Any) -> None:
     assert decode_reply(encode(message, 7)) == (7, message)
 
 
-def test_the_owners_requests_are_of_the_owners_socket_alone() -> None:
-    assert decode_control(encode(Stop(), 1)) == (1, Stop())
-    with pytest.raises(ProtocolError, match="the op 'stop': this socket takes attach, hello, list, lookup, status"):
-        decode_request(encode(Stop(), 1))
-    for message in REQUESTS:
-        with pytest.raises(ProtocolError, match="this socket takes stop"):
-            decode_control(encode(message, 1))
+@pytest.mark.promise("F34")
+@pytest.mark.parametrize("message", CONTROLS, ids=lambda message: type(message).__name__)
+def test_the_owners_requests_are_of_the_owners_socket_alone(message: Any) -> None:
+    assert decode_control(encode(message, 1)) == (1, message)
+    op = type(message).__name__.lower()
+    short = replace(message, data=["/a.bin"]) if isinstance(message, Load) else message
+    with pytest.raises(ProtocolError, match=f"the op '{op}': this socket takes attach, hello, list, lookup, status"):
+        decode_request(encode(short, 1))
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda message: type(message).__name__)
+def test_the_clients_requests_are_of_the_clients_socket_alone(message: Any) -> None:
+    with pytest.raises(ProtocolError, match="this socket takes load, reload, stop, unload"):
+        decode_control(encode(message, 1))
 
 
 def test_every_message_is_tested_above() -> None:
-    kinds = {type(message) for message in (*REQUESTS, *REPLIES, Stop())}
+    kinds = {type(message) for message in (*REQUESTS, *CONTROLS, *REPLIES)}
     assert kinds == set(typing.get_args(protocol.Message))
 
 
@@ -297,7 +322,7 @@ def test_the_document_shows_a_request_and_a_reply() -> None:
 
 def test_the_document_names_every_message_field_code_and_limit() -> None:
     text = DOCUMENT.read_text()
-    for kind in (*typing.get_args(protocol.Message), DatasetStatus):
+    for kind in (*typing.get_args(protocol.Message), DatasetStatus, RetiredSegment):
         for field in fields(kind):
             assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name} is not documented"
     for op in protocol._OPS.values():

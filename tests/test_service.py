@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shmserve.catalog import Catalog, Failed, Loading
+from shmserve.catalog import Catalog, Failed, Loading, State
 from shmserve.config import DaemonConfig, DatasetConfig
 from shmserve.loader import Loader
 from shmserve.progress import Progress
@@ -270,40 +270,49 @@ def test_status(loaded: Loaded, shm_dir: Path) -> None:
     del segment
 
 
+def service_in(state: State) -> Service:
+    """A service whose only dataset, `docs`, is in this state."""
+    config = DatasetConfig("docs", (str(RAGGED),))
+    catalog = Catalog([config])
+    assert catalog.put(config, state)
+    return Service(catalog, endpoint="/tmp/none.sock", shm_dir="/dev/shm")
+
+
 def test_while_loading_the_answer_is_how_far(loaded: Loaded) -> None:
-    ready = loaded.catalog.ready()["docs"]
-    try:
-        loaded.catalog.put("docs", Loading("megatron", 512 << 20, 2 << 30, ready.resolved.key))
-        message = "dataset 'docs' is still loading (512.0 MiB of 2.0 GiB, 25 %)"
-        assert loaded.failure(Attach("docs")) == Failure("dataset-not-ready", message)
-        assert loaded.failure(Attach(source_key=loaded.key_now(0))) == Failure("dataset-not-ready", message)
-        assert loaded.failure(Lookup("docs", indices(0))).code == "dataset-not-ready"
-        status = loaded.status("docs")
-        assert (status.state, status.loaded_nbytes, status.segment_nbytes) == ("loading", 512 << 20, 2 << 30)
-        loaded.catalog.put("docs", Loading())
-        assert loaded.failure(Attach(source_key="")).code == "dataset-not-found"
-        assert "its index is being read" in loaded.failure(Attach("docs")).message
-    finally:
-        loaded.catalog.put("docs", ready)
+    service = service_in(Loading("megatron", 512 << 20, 2 << 30, loaded.key_now(0)))
+    not_ready = Failure("dataset-not-ready", "dataset 'docs' is still loading (512.0 MiB of 2.0 GiB, 25 %)")
+    assert service.reply(Attach("docs")) == not_ready
+    assert service.reply(Attach(source_key=loaded.key_now(0))) == not_ready
+    assert service.reply(Lookup("docs", indices(0))) == not_ready
+    (status,) = service.status("docs").datasets
+    assert (status.state, status.loaded_nbytes, status.segment_nbytes) == ("loading", 512 << 20, 2 << 30)
+    service = service_in(Loading())
+    assert service.reply(Attach("docs")) == Failure(
+        "dataset-not-ready", "dataset 'docs' is still loading (its index is being read)"
+    )
+    assert service.reply(Attach(source_key="")) == Failure(
+        "dataset-not-found", "no dataset of those files, as they are now, is served here"
+    )
 
 
-def test_a_failed_dataset_says_why(loaded: Loaded) -> None:
-    ready = loaded.catalog.ready()["docs"]
-    try:
-        loaded.catalog.put("docs", Failed(SourceFormatError("x.bin has 7 bytes, which is odd")))
-        message = "dataset 'docs' could not be loaded: x.bin has 7 bytes, which is odd"
-        assert loaded.failure(Attach("docs")) == Failure("dataset-failed", message)
-        status = loaded.status("docs")
-        assert (status.state, status.error) == ("failed", "x.bin has 7 bytes, which is odd")
-    finally:
-        loaded.catalog.put("docs", ready)
+def test_a_failed_dataset_says_why() -> None:
+    service = service_in(Failed(SourceFormatError("x.bin has 7 bytes, which is odd")))
+    message = "dataset 'docs' could not be loaded: x.bin has 7 bytes, which is odd"
+    assert service.reply(Attach("docs")) == Failure("dataset-failed", message)
+    (status,) = service.status("docs").datasets
+    assert (status.state, status.error) == ("failed", "x.bin has 7 bytes, which is odd")
 
 
-def test_a_vanished_segment_is_said_rather_than_handed_out(loaded: Loaded) -> None:
+@pytest.mark.promise("F4")
+def test_a_segment_whose_name_vanished_is_served_on(loaded: Loaded) -> None:
     segment = loaded.catalog.ready()["docs"].segment
+    assert "removed" not in " ".join(loaded.status("docs").notes)
     os.unlink(segment.path)
-    failure = loaded.failure(Attach("docs"))
-    assert failure.code == "segment-not-found"
-    assert segment.path in failure.message
-    assert "restart the daemon" in failure.message
-    assert len(loaded.look_up(Lookup("docs", indices(0)))[0]) == 1  # who has it attached is served on
+    attached = loaded.attached(Attach("docs"))
+    assert attached.path == f"/proc/{os.getpid()}/fd/{segment.fd}"
+    again = Segment.attach(attached.path, attached.nonce)
+    assert os.path.samestat(os.stat(attached.path), os.fstat(segment.fd)), "the same memory, not a second copy"
+    assert again.description == segment.description
+    status = loaded.status("docs")
+    assert (status.path, status.attached_pids) == (attached.path, [os.getpid()])
+    assert f"{segment.path} was removed from under the daemon" in " ".join(status.notes)

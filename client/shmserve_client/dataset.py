@@ -15,8 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from . import embedded
+from .attaching import attach_served
 from .batches import BatchedDataset, gather
-from .connection import attach_when_ready, seconds
+from .connection import seconds
 from .endpoint import find_endpoint
 from .errors import BlockSizeError, ConfigError, DatasetClosedError
 from .protocol import Attach
@@ -117,7 +118,7 @@ class ShmDataset(Dataset[Any]):
             raise ConfigError(f'lookup {lookup!r}: give "shared" or "daemon"')
         timeout = seconds("timeout", timeout)
         path = find_endpoint(endpoint)
-        attached = attach_when_ready(path, Attach(name), timeout_s=timeout, patience_s=timeout)
+        attached, segment = attach_served(path, Attach(name), timeout_s=timeout, patience_s=timeout)
         if block_size == "served":
             block_size, default_stride = attached.block_size or None, attached.stride or None
             stride = default_stride if stride is None else stride
@@ -135,7 +136,7 @@ class ShmDataset(Dataset[Any]):
         self._lookup = lookup
         self._closed = False
         self._detach()
-        self._attach()
+        self._use(self._open(segment))
 
     @classmethod
     def from_path(
@@ -195,29 +196,63 @@ class ShmDataset(Dataset[Any]):
     def _attach(self) -> _Attached:
         """Return what is attached, after attaching it where it is not. Threads that race here share one segment."""
         if self._closed:
-            raise DatasetClosedError(f"dataset {self.name!r} is closed: make a new ShmDataset({self.name!r})")
+            raise self._closed_error()
         if self._attached is not None:
             return self._attached
-        segment = Segment.attach(self._path, self._nonce)
-        columns = self._open_columns(segment)
-        if self._lookup == "daemon":
-            remote = RemoteOffsets(
-                self._endpoint,
-                self._timeout_s,
-                name=self.name,
-                nonce=self._nonce,
-                block_size=self._block_size,
-                stride=self._stride,
-            )
-            read_many = remote_reader(columns, self._transform, remote.extents)
-            attached = _Attached(segment, columns, remote, read_many)
-            self._read = lambda position: read_many(np.array([position], np.int64))[0]
-        else:
-            attached = _Attached(segment, columns, None, None)
-            self._read = shared_reader(columns, self._transform)
+        return self._use(self._open(Segment.attach(self._path, self._nonce)))
+
+    def _use(self, attached: _Attached) -> _Attached:
+        """Read from `attached` from now on."""
+        self._length = -1  # while it changes, every use takes the slow way
         self._attached = attached
-        self._length = attached.samples.count  # last: from now on other threads read
+        self._read = attached.read
+        self._length = attached.samples.count
         return attached
+
+    def _open(self, segment: Segment) -> _Attached:
+        """Return the segment opened as this dataset's options say. Nothing has changed where they do not fit it."""
+        columns = self._open_columns(segment)
+        if self._lookup == "shared":
+            return _Attached(segment, columns, shared_reader(columns, self._transform), None, None)
+        remote = RemoteOffsets(
+            self._endpoint,
+            self._timeout_s,
+            name=self.name,
+            nonce=segment.header.nonce,
+            block_size=self._block_size,
+            stride=self._stride,
+        )
+        read_many = remote_reader(columns, self._transform, remote.extents)
+        return _Attached(
+            segment, columns, lambda position: read_many(np.array([position], np.int64))[0], remote, read_many
+        )
+
+    def refresh(self) -> bool:
+        """Move on to what the daemon serves now, and return whether that is another generation than until now.
+
+        Samples that were taken stay valid. Copies in DataLoader workers and in other processes move on when they
+        refresh, or are made anew; what was made for the former length, such as a sampler or the parts of `split`, is
+        to be made again. Call it where no other thread reads the dataset, as between two epochs.
+
+        Raises:
+            DatasetNotFoundError: it was unloaded.
+            BlockSizeError: the dataset's options do not fit the new data.
+            ConfigError: the same.
+            ShmserveError: as the constructor. After any error, the dataset reads on as before.
+        """
+        if self._closed:
+            raise self._closed_error()
+        served, segment = attach_served(
+            self._endpoint, Attach(self.name), timeout_s=self._timeout_s, patience_s=self._timeout_s
+        )
+        if served.nonce == self._nonce:
+            return False
+        former, attached = self._attached, self._open(segment)
+        self._path, self._nonce = served.path, served.nonce
+        self._use(attached)
+        if former is not None and former.remote is not None:
+            former.remote.close()
+        return True
 
     def _open_columns(self, segment: Segment) -> dict[str, OpenColumn]:
         description = segment.description
@@ -436,6 +471,9 @@ class ShmDataset(Dataset[Any]):
     ) -> None:
         self.close()
 
+    def _closed_error(self) -> DatasetClosedError:
+        return DatasetClosedError(f"dataset {self.name!r} is closed: make a new ShmDataset({self.name!r})")
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_length": -1, "_read": _unattached, "_attached": None}
 
@@ -450,6 +488,7 @@ class _Attached:
 
     segment: Segment
     columns: dict[str, OpenColumn]
+    read: Callable[[int], Any]
     remote: RemoteOffsets | None
     read_many: Callable[[NDArray[np.int64]], list[Any]] | None
 

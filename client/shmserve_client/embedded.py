@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from .connection import attach_when_ready
+from .attaching import attach_served
 from .endpoint import default_directory, ensure_directory, find_endpoints, listening, lock_path, log_path, refusal
 from .errors import (
     ConfigError,
@@ -156,8 +156,8 @@ def _mark(endpoint: str) -> _Mark | None:
 
 
 def _attach(endpoint: str, question: Attach, timeout_s: float) -> Served:
-    attached = attach_when_ready(endpoint, question, timeout_s=timeout_s, patience_s=float("inf"))
-    return Served(endpoint, attached.name, Segment.attach(attached.path, attached.nonce))
+    attached, segment = attach_served(endpoint, question, timeout_s=timeout_s, patience_s=float("inf"))
+    return Served(endpoint, attached.name, segment)
 
 
 def _slot(key: str, directory: str, number: int) -> str:

@@ -73,6 +73,13 @@ class OwnedSegment:
         """Return whether the segment, until `close`, can still be found under its path."""
         return is_at(self.fd, self.path)
 
+    def open_path(self) -> str:
+        """Return where the segment can be opened until `close`: its path or, where somebody removed that, a descriptor.
+
+        The descriptor is of use to processes of the same user and pid namespace.
+        """
+        return self.path if self.name_exists() else f"/proc/{os.getpid()}/fd/{self.fd}"
+
     def array(self, array: Array) -> NDArray[Any]:
         """Return `array` of the description: the owner's own view, until `close`, which does not count as attached."""
         return np.ndarray(array.shape, DTYPES[array.dtype], buffer=np.asarray(self._mapping), offset=array.offset)

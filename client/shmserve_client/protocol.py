@@ -21,6 +21,7 @@ __all__ = [
     "MAX_REPLY_NBYTES",
     "MAX_REQUEST_NBYTES",
     "PROTOCOL_VERSION",
+    "Accepted",
     "Attach",
     "Attached",
     "Control",
@@ -29,14 +30,18 @@ __all__ = [
     "Failure",
     "Hello",
     "List",
+    "Load",
     "Lookup",
     "Offsets",
+    "Reload",
     "Reply",
     "Request",
+    "RetiredSegment",
     "Status",
     "StatusReport",
     "Stop",
     "Stopping",
+    "Unload",
     "Welcome",
     "decode_control",
     "decode_reply",
@@ -111,6 +116,38 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Owner only: load one more dataset. Answered by Accepted; Status says how it goes.
+
+    `data` are absolute paths, as `start --data` takes them; the other fields are its options, None where not given.
+    """
+
+    name: str
+    data: list[str]
+    dtype: str | None = None
+    vocab_size: int | None = None
+    block_size: int | None = None
+    stride: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """Owner only: read the dataset's files again, for a new generation. Answered by Accepted; Status says how it goes.
+
+    Until it is served, and if it fails, nothing changes for anybody.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Owner only: serve the dataset no longer; if it is loading, give up. Answered by Accepted, when it is done."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """The daemon behind the socket."""
 
@@ -177,6 +214,24 @@ class DatasetStatus:
     notes: list[str] = field(default_factory=list)
     error: str = ""
     """Why it failed, else empty."""
+    reload_state: str = ""
+    """"loading" or "failed" while, or since, the next generation did so; else empty."""
+    reload_loaded_nbytes: int = 0
+    reload_nbytes: int = 0
+    """What the next generation needs; 0 until that is known."""
+    reload_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RetiredSegment:
+    """A former generation, or what was unloaded: nobody is sent there, but processes still read it."""
+
+    name: str
+    generation: int
+    path: str
+    segment_nbytes: int
+    attached_pids: list[int]
+    attached_elsewhere: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +245,15 @@ class StatusReport:
     uptime_seconds: float
     private_nbytes: int
     datasets: list[DatasetStatus]
+    retired: list[RetiredSegment] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """It has begun; it is done when `name` is served in this generation, or, for Unload, already."""
+
+    name: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +272,8 @@ class Failure:
 
 
 Request: TypeAlias = Hello | List | Attach | Lookup | Status
-Control: TypeAlias = Stop
-Reply: TypeAlias = Welcome | Datasets | Attached | Offsets | StatusReport | Stopping | Failure
+Control: TypeAlias = Load | Reload | Unload | Stop
+Reply: TypeAlias = Welcome | Datasets | Attached | Offsets | StatusReport | Accepted | Stopping | Failure
 Message: TypeAlias = Request | Control | Reply
 
 _OPS: Final[dict[type[Any], str]] = {
@@ -218,12 +282,16 @@ _OPS: Final[dict[type[Any], str]] = {
     Attach: "attach",
     Lookup: "lookup",
     Status: "status",
+    Load: "load",
+    Reload: "reload",
+    Unload: "unload",
     Stop: "stop",
     Welcome: "welcome",
     Datasets: "datasets",
     Attached: "attached",
     Offsets: "offsets",
     StatusReport: "status-report",
+    Accepted: "accepted",
     Stopping: "stopping",
     Failure: "failure",
 }
@@ -255,7 +323,7 @@ def decode_request(frame: bytes) -> tuple[int, Request]:
 
 def decode_control(frame: bytes) -> tuple[int, Control]:
     """Return (request id, request) of a frame that arrived on the owner's socket. Raises ProtocolError."""
-    return _decode(_unpack(frame, MAX_REQUEST_NBYTES, _MAX_REQUEST_ITEMS), _CONTROLS)
+    return _decode(_unpack(frame, MAX_REQUEST_NBYTES, MAX_ITEMS), _CONTROLS)
 
 
 def decode_reply(frame: bytes) -> tuple[int, Reply]:
@@ -275,7 +343,7 @@ def request_id_of(frame: bytes) -> int:
 
 _Kinds: TypeAlias = dict[str, type[Any]]
 _REQUESTS: Final[_Kinds] = {_OPS[kind]: kind for kind in typing.get_args(Request)}
-_CONTROLS: Final[_Kinds] = {_OPS[Stop]: Stop}
+_CONTROLS: Final[_Kinds] = {_OPS[kind]: kind for kind in typing.get_args(Control)}
 _REPLIES: Final[_Kinds] = {_OPS[kind]: kind for kind in typing.get_args(Reply)}
 
 

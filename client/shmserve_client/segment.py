@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import threading
 import warnings
@@ -21,6 +22,7 @@ from .mapping import map_private
 __all__ = ["Segment", "open_segment", "read_prefix", "segment_filename"]
 
 _MAX_SLUG: Final = 64
+_DESCRIPTOR: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
 def segment_filename(name: str, nonce: bytes) -> str:
@@ -32,13 +34,16 @@ def segment_filename(name: str, nonce: bytes) -> str:
 def open_segment(path: str) -> int:
     """Return a read-only descriptor of the regular file at `path`; links and everything else are refused.
 
+    The one exception is a descriptor of a daemon, `/proc/PID/fd/N`, by which it hands out a segment without a name.
+
     Raises:
         SegmentFormatError: no regular file.
         SegmentNotFoundError: nothing there, or not for this user.
     """
+    no_link = 0 if _DESCRIPTOR.fullmatch(path) else os.O_NOFOLLOW
     try:
         # O_NONBLOCK: a FIFO of that name would otherwise wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | no_link)
     except FileNotFoundError as error:
         raise SegmentNotFoundError(
             f"no segment at {path}: its daemon has ended, or this process has another shm directory than the daemon "
@@ -105,8 +110,17 @@ class Segment:
         """
         with _attaching:
             segment = _attached.get((path, nonce))
-            if segment is None:
+            if segment is not None:
+                return segment
+            try:
                 segment = _attached[path, nonce] = cls(path, nonce)
+            except (SegmentFormatError, SegmentNotFoundError) as error:
+                if not _DESCRIPTOR.fullmatch(path):
+                    raise
+                raise SegmentNotFoundError(
+                    f"the segment's name was removed from under its daemon, and {path} leads there only for processes "
+                    "of the same user and pid namespace, while the daemon runs: `shmserve reload` makes a new name"
+                ) from error
             return segment
 
     @property

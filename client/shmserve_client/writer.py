@@ -83,6 +83,7 @@ def write_segment(
     cancelled: threading.Event,
     vocab_size: int | None,
     gid: int | None = None,
+    generation: int = 1,
 ) -> OwnedSegment:
     """Return the complete, populated segment, linked to its name in `shm_dir` and owned by this process.
 
@@ -96,6 +97,7 @@ def write_segment(
         cancelled: when set, the writer gives up after the step that it is in, of 2 MiB.
         vocab_size: every value of the first column must lie in `[0, vocab_size)`; None: no check.
         gid: a group that may read the segment, besides its user.
+        generation: which version of the dataset it is, from 1 up.
 
     Raises:
         CancelledError: `cancelled` was set (`concurrent.futures.CancelledError`).
@@ -109,7 +111,7 @@ def write_segment(
     spans = _spans(placed.all_arrays(), pieces)
     check = None if vocab_size is None else _value_check(placed, spans, vocab_size)
     nonce = secrets.token_bytes(NONCE_NBYTES)
-    prefix = encode_prefix(placed, data_offset=data_offset, total_nbytes=total_nbytes, nonce=nonce, generation=1)
+    prefix = encode_prefix(placed, data_offset=data_offset, total_nbytes=total_nbytes, nonce=nonce, generation=generation)
     # Judged as a reader will judge it, before there is anything to take back.
     decode_description(prefix[DESCRIPTION_OFFSET:], decode_header(prefix, total_nbytes))
     # The rest up to the data is a hole, which takes no memory, so that a tiny dataset stays tiny.

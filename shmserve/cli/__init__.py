@@ -15,6 +15,7 @@ from shmserve_client.version import __version__
 
 from .demo import demo
 from .inspect import inspect
+from .manage import load, reload, unload
 from .monitor import monitor, plot
 from .options import Group, option
 from .owner import gc, stop
@@ -37,7 +38,7 @@ def cli(log_level: str) -> None:
     )
 
 
-for command in (start, stop, status, ls, lookup, inspect, monitor, plot, gc, demo):
+for command in (start, stop, load, reload, unload, status, ls, lookup, inspect, monitor, plot, gc, demo):
     cli.add_command(command)
 
 

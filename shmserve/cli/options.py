@@ -19,6 +19,7 @@ __all__ = [
     "FailedError",
     "Group",
     "ask",
+    "dataset_options",
     "echo_json",
     "endpoint_option",
     "json_option",
@@ -38,6 +39,20 @@ def option(flag: str, *others: str, **settings: Any) -> Callable[[Decorated], De
 
 endpoint_option = option("--endpoint", metavar="ENDPOINT", help="Which daemon.  [default: the first that is found]")
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def dataset_options(command: Decorated) -> Decorated:
+    """Give the command the options of the datasets that it names."""
+    for add in (
+        option(
+            "--stride", type=int, metavar="S", help="The clients' default step from window to window.  [default: B]"
+        ),
+        option("--block-size", type=int, metavar="B", help="The clients' default window, in tokens."),
+        option("--vocab-size", type=int, metavar="N", help="Refuse token ids outside [0, N)."),
+        option("--dtype", metavar="DTYPE", help="What a file without a header holds, such as uint16."),
+    ):
+        command = add(command)
+    return command
 
 
 class FailedError(click.ClickException):

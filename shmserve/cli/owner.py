@@ -20,7 +20,7 @@ from shmserve_client.protocol import Stop, Stopping
 
 from .options import Command, ask, echo_json, option
 
-__all__ = ["gc", "stop"]
+__all__ = ["find_own_daemon", "gc", "stop"]
 
 _STOP_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.02
@@ -30,7 +30,7 @@ _POLL_S: Final = 0.02
 @option("--endpoint", metavar="ENDPOINT", help="Which daemon.  [default: the first that is found]")
 def stop(endpoint: str | None) -> None:
     """Stop the daemon and remove its segments; processes that have them attached read on."""
-    path = _find(endpoint)
+    path = find_own_daemon(endpoint)
     with Connection(control_path(path), _STOP_TIMEOUT_S) as connection:
         ask(connection, Stop(), Stopping)
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
@@ -41,7 +41,8 @@ def stop(endpoint: str | None) -> None:
     click.echo(f"stopped the daemon at ipc://{path}", err=True)
 
 
-def _find(endpoint: str | None) -> str:
+def find_own_daemon(endpoint: str | None) -> str:
+    """Return the socket of the daemon that the owner means; where it is not told which, none that from_path started."""
     try:
         return find_endpoint(endpoint)
     except DaemonUnreachableError as error:
@@ -49,7 +50,7 @@ def _find(endpoint: str | None) -> str:
         if not embedded:
             raise
         raise DaemonUnreachableError(
-            f"no daemon but those that from_path started, at {', '.join(embedded)}: stop one of them with --endpoint"
+            f"no daemon but those that from_path started, at {', '.join(embedded)}: name one of them with --endpoint"
         ) from error
 
 

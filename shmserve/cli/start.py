@@ -32,7 +32,7 @@ from shmserve_client.errors import ShmserveError, printable
 from shmserve_client.locks import is_at, take_owner_lock
 from shmserve_client.protocol import Status, StatusReport
 
-from .options import Command, FailedError, ask, option
+from .options import Command, FailedError, ask, dataset_options, option
 
 __all__ = ["start"]
 
@@ -85,10 +85,7 @@ class _Data(click.types.StringParamType):
     help="A dataset: file, directory, glob or prefix. Repeat for more; the variable holds one [NAME=]PATH.",
 )
 @option("--config", type=click.Path(path_type=Path), help="A TOML file with [datasets.NAME] tables.")
-@option("--dtype", metavar="DTYPE", help="What a file without a header holds, such as uint16.")
-@option("--vocab-size", type=int, metavar="N", help="Refuse token ids outside [0, N).")
-@option("--block-size", type=int, metavar="B", help="The clients' default window, in tokens.")
-@option("--stride", type=int, metavar="S", help="The clients' default step from window to window.  [default: B]")
+@dataset_options
 @option("--endpoint", metavar="ENDPOINT", help="Where to listen: ipc:///path/of/the.sock.")
 @option("--shm-dir", metavar="DIR", help=f"Where the segments go.  [default: {DEFAULT_SHM_DIR}]")
 @option("--group", metavar="GROUP", help="Let this group read, too.")

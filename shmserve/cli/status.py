@@ -14,7 +14,7 @@ from shmserve.text import describe_dataset, duration, percent, size
 from shmserve_client.connection import Connection
 from shmserve_client.endpoint import find_endpoint, listening, log_path
 from shmserve_client.errors import DaemonUnreachableError, DatasetNotFoundError, ShmserveError, printable
-from shmserve_client.protocol import DatasetStatus, Status, StatusReport
+from shmserve_client.protocol import DatasetStatus, RetiredSegment, Status, StatusReport
 
 from .options import Command, ask, echo_json, endpoint_option, json_option, option
 
@@ -118,6 +118,7 @@ def _describe_report(report: StatusReport) -> str:
         lines.append(f"  log {log_path(report.endpoint)}")
     for dataset in report.datasets:
         lines += _describe_dataset(dataset)
+    lines += map(_describe_retired, report.retired)
     return "\n".join(map(printable, lines))
 
 
@@ -132,7 +133,8 @@ def _describe_dataset(dataset: DatasetStatus) -> list[str]:
             changed = " (source changed since it was loaded)" if dataset.source_changed else ""
             lines = [f"{dataset.name}: ready, {describe_dataset(dataset)}", f"  data      {data}{changed}"]
             how = "adopted" if dataset.adopted else "loaded"
-            lines.append(f"  segment   {dataset.path}, {how} in {duration(dataset.load_seconds)}")
+            generation = f", generation {dataset.generation}" if dataset.generation > 1 else ""
+            lines.append(f"  segment   {dataset.path}, {how} in {duration(dataset.load_seconds)}{generation}")
             memory = measure_dataset(dataset)
             lines += _describe_attached(memory)
             if memory.processes:
@@ -141,9 +143,31 @@ def _describe_dataset(dataset: DatasetStatus) -> list[str]:
                 lines.append(
                     f"  windows   block size {dataset.block_size}, stride {dataset.stride or dataset.block_size}"
                 )
+            lines += _describe_reload(dataset)
             return lines + [f"  note      {note}" for note in (*dataset.notes, *_written_note(memory))]
         case state:
             return [f"{dataset.name}: {state}, {dataset.error}", f"  data      {data}"]
+
+
+def _describe_reload(dataset: DatasetStatus) -> list[str]:
+    match dataset.reload_state:
+        case "loading":
+            done, total = dataset.reload_loaded_nbytes, dataset.reload_nbytes
+            progress = f"{size(done)} of {size(total)}, {percent(done, total)} %" if total else "reading the index"
+            return [f"  reload    {progress}"]
+        case "failed":
+            return [f"  reload    failed, this is served as before: {dataset.reload_error}"]
+        case _:
+            return []
+
+
+def _describe_retired(segment: RetiredSegment) -> str:
+    processes = _processes(len(segment.attached_pids) + segment.attached_elsewhere)
+    pids = f" (pid {', '.join(map(str, segment.attached_pids))})" if segment.attached_pids else ""
+    return (
+        f"{segment.name}: generation {segment.generation} is no longer served, {size(segment.segment_nbytes)} at "
+        f"{segment.path} until {processes}{pids} let go of it"
+    )
 
 
 def _describe_attached(memory: DatasetMemory) -> list[str]:
