@@ -26,7 +26,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
-    *("shmserve", "torch", "numpy", "pyzmq", "msgpack"),
+    *("shmserve", "torch", "numpy", "pyzmq", "msgpack", "xxhash"),
     *("megatron-core", "datasets", "pyarrow", "lmdb", "mmap-ninja", "tensordict"),
 )
 

@@ -11,7 +11,8 @@ import io
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -31,18 +32,27 @@ REFERENCE = "cp"
 """The contender that the others are compared with."""
 
 
-def _load(files: list[str]) -> Result:
-    """Measure what a daemon does from the paths to the segment, without one, in this process."""
+@contextmanager
+def loaded(files: list[str], *, checksums: bool = False) -> Iterator[Ready]:
+    """Do what a daemon does from the paths to the segment, in this process; the segment goes in the end."""
     with tempfile.TemporaryDirectory(prefix="shmserve-benchmark-", dir=SHM) as folder:
-        config = DaemonConfig((DatasetConfig("corpus", (files[0],)),), endpoint="", shm_dir=folder)
+        dataset = DatasetConfig("corpus", (files[0],))
+        config = DaemonConfig((dataset,), endpoint="", shm_dir=folder, checksums=checksums)
         catalog = Catalog(config.datasets)
         Loader(config, catalog, Progress(io.StringIO())).run()
-        _, state = catalog.get("corpus")
+        state = catalog.get("corpus").state
         assert isinstance(state, Ready), state
-        state.segment.unlink()
-        state.segment.close()
-        huge_refusal = state.segment.huge_refusal
-        return {"s": state.load_seconds, "pages": f"4 KiB, {huge_refusal}" if huge_refusal else "2 MiB"}
+        try:
+            yield state
+        finally:
+            state.segment.unlink()
+            state.segment.close()
+
+
+def _load(files: list[str]) -> Result:
+    with loaded(files) as ready:
+        huge_refusal = ready.segment.huge_refusal
+        return {"s": ready.load_seconds, "pages": f"4 KiB, {huge_refusal}" if huge_refusal else "2 MiB"}
 
 
 def _start(files: list[str]) -> Result:

@@ -6,7 +6,10 @@ All keys of the file are optional but `data`:
     shm_dir = "/dev/shm"
     group = "ml"
     lock = true
+    checksums = true
     linger = 600
+    tcp = "10.0.0.5:5555"            # further clients, which need keys unless it is a loopback address
+    keys = "keys"                    # a directory from `shmserve keys`, counted from this file's folder
 
     [datasets.corpus]
     data = "corpus.bin"              # or a list; counted from this file's folder
@@ -27,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from shmserve_client.endpoint import host_and_port, is_loopback, is_tcp
 from shmserve_client.errors import ConfigError, printable
 
 from .sources.base import SourceOptions
@@ -89,14 +93,29 @@ class DaemonConfig:
     """The group that may read, None for the owner alone."""
     lock: bool = False
     """Whether the segments are locked against swapping."""
+    checksums: bool = False
+    """Whether checksums are taken while loading."""
     linger_s: float | None = None
     """After how many seconds without an attached process the daemon ends; None for never."""
+    tcp: str | None = None
+    """HOST:PORT where clients are answered as well, or None; port 0 is any free one."""
+    keys: str | None = None
+    """The directory of the daemon's keys and of those clients that are let in by TCP; None lets in whoever comes."""
 
     def __post_init__(self) -> None:
         if not self.datasets:
             raise ConfigError("nothing to serve: give --data PATH or a --config with [datasets.NAME]")
         if self.linger_s is not None and not 0 <= self.linger_s < float("inf"):
             raise ConfigError(f"linger {self.linger_s}: it must be a number of seconds from 0 up")
+        if is_tcp(self.endpoint):
+            raise ConfigError(
+                f"endpoint {self.endpoint}: give the path of a socket, and TCP beside it as --tcp HOST:PORT"
+            )
+        if self.tcp is not None and self.keys is None and not is_loopback(host_and_port(self.tcp)[0]):
+            raise ConfigError(
+                f"tcp {self.tcp} can be reached from other machines, so it needs keys: make them with "
+                "`shmserve keys DIR`, and give --keys DIR"
+            )
 
 
 def datasets_from_arguments(
@@ -185,7 +204,10 @@ class FileConfig:
     shm_dir: str | None = None
     group: str | None = None
     lock: bool | None = None
+    checksums: bool | None = None
     linger: float | None = None
+    tcp: str | None = None
+    keys: str | None = None
 
 
 def read_config_file(path: Path) -> FileConfig:
@@ -202,11 +224,12 @@ def read_config_file(path: Path) -> FileConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     folder = path.absolute().parent
-    kinds = {"endpoint": (str,), "shm_dir": (str,), "group": (str,), "lock": (bool,), "linger": (int, float)}
-    _check(table, {**kinds, "datasets": (dict,)}, str(path))
+    text = dict.fromkeys(("endpoint", "shm_dir", "group", "tcp", "keys"), (str,))
+    switches = dict.fromkeys(("lock", "checksums"), (bool,))
+    _check(table, {**text, **switches, "linger": (int, float), "datasets": (dict,)}, str(path))
     datasets = table.pop("datasets", {})
-    if "shm_dir" in table:
-        table["shm_dir"] = os.path.normpath(folder / table["shm_dir"])
+    for key in {"shm_dir", "keys"} & table.keys():
+        table[key] = os.path.normpath(folder / table[key])
     return FileConfig(tuple(_dataset(name, fields, folder, path) for name, fields in datasets.items()), **table)
 
 

@@ -7,21 +7,22 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Final
 
-from shmserve_client.errors import DatasetFailedError, ShmserveError, SourceFormatError, printable
-from shmserve_client.layout import Array, Column, Description, SourceRecord
+from shmserve_client.errors import ConfigError, DatasetFailedError, ShmserveError, SourceFormatError, printable
+from shmserve_client.layout import Array, Checksums, Column, Description, SourceRecord
 from shmserve_client.owned import OwnedSegment
 from shmserve_client.writer import Piece, write_segment
 
 from .catalog import Catalog, Failed, Loading, Ready
 from .config import DaemonConfig, DatasetConfig
-from .orphans import adopt, collect
+from .orphans import Leftover, adopt, collect
 from .progress import Progress
 from .sources import Resolved, resolve
 from .sources.base import ArrayPlan, Corpus
+from .text import duration
 
 __all__ = ["Loader", "describe"]
 
@@ -61,6 +62,7 @@ class Loader:
         self._catalog = catalog
         self._progress = progress
         self._ending = False
+        self._leftovers_are_read = False
         self._pending = [_Job(dataset) for dataset in config.datasets]
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
 
@@ -103,8 +105,8 @@ class Loader:
                 found = self._find(current)
                 if not self._adopt(found):
                     to_write.append(found)
-            for leftover in collect(self._config.shm_dir).kept:
-                log.warning("%s is kept: its daemon has ended, but processes still read it", leftover.path)
+            for leftover in self._collect():
+                log.warning("%s is kept while processes read it: its daemon has ended", leftover.path)
             for found in to_write:
                 current = found.job
                 self._write(found)
@@ -113,6 +115,19 @@ class Loader:
         finally:
             for job in jobs:
                 self._pending.remove(job)
+
+    def _collect(self) -> tuple[Leftover, ...]:
+        kept = collect(self._config.shm_dir).kept
+        self._leftovers_are_read = bool(kept)
+        return kept
+
+    def collect_leftovers(self) -> None:
+        """Remove those segments of ended daemons that were still read when `run` came by, and no longer are."""
+        if self._leftovers_are_read:
+            try:
+                self._collect()
+            except ConfigError as error:
+                log.warning("%s", error)
 
     def work(self) -> None:
         """Do what `load` and `reload` ask for, one after the other, until `cancel`."""
@@ -123,9 +138,11 @@ class Loader:
                 found = self._find(job)
                 if job.succeeds is not None or not self._adopt(found):
                     self._write(found)
+                self._progress.say(f"{job.config.name}: served in {duration(time.monotonic() - found.started_s)}")
             except Exception as error:
                 self._fail(job, error)
             finally:
+                self._progress.close()
                 self._pending.remove(job)
 
     def _fail(self, job: _Job, error: Exception) -> None:
@@ -178,6 +195,8 @@ class Loader:
         job, resolved = found.job, found.resolved
         name = job.config.name
         description, pieces = describe(name, resolved, resolved.plan())
+        if self._config.checksums:
+            description = replace(description, checksums=Checksums())
         nbytes = sum(array.nbytes for array in description.all_arrays())
         self._progress.start(name, (-(-nbytes // _PAGE_NBYTES) + 1) * _PAGE_NBYTES)  # one is the header's
 

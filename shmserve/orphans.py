@@ -86,6 +86,8 @@ def adopt(name: str, fingerprint: str, shm_dir: str, *, gid: int | None = None) 
 def _prefix_of(path: str) -> tuple[Header, Description]:
     fd = open_segment(path)
     try:
+        if (uid := os.fstat(fd).st_uid) != os.geteuid():  # anybody can make files of such names, any number of them
+            raise SegmentNotFoundError(f"{path} belongs to the user {uid}")
         return read_prefix(fd)
     finally:
         os.close(fd)

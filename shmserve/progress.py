@@ -17,7 +17,7 @@ from .text import duration, percent, size
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-__all__ = ["Progress", "harmless", "open_progress"]
+__all__ = ["Progress", "harmless", "open_progress", "settle"]
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +30,23 @@ def harmless(stream: TextIO) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EPIPE:  # or the exit would try again to write what is left, and fail
-            sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            os.dup2(sink, stream.fileno())
-            os.close(sink)
+        if error.errno == errno.EPIPE:  # nor will anybody read what follows
+            _discard(stream)
         log.debug("could not write to %s: %s", stream.name, error)
+
+
+def settle(stream: TextIO) -> None:
+    """Write what `stream` still holds, or drop it: the interpreter's exit, which tries again, would fail over it."""
+    try:
+        stream.flush()
+    except OSError:
+        _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(sink, stream.fileno())
+    os.close(sink)
 
 
 class Progress:

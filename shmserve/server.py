@@ -7,23 +7,20 @@ import os
 import resource
 import signal
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 import zmq
 
 from shmserve_client.endpoint import control_path, ensure_directory, lock_path
-from shmserve_client.errors import DatasetNotReadyError, EndpointError, ShmserveError
+from shmserve_client.errors import DatasetNotReadyError, ShmserveError
 from shmserve_client.locks import attached_processes
 from shmserve_client.owned import OwnedSegment
 from shmserve_client.protocol import (
-    MAX_REQUEST_NBYTES,
     Attach,
     Control,
     Reply,
@@ -40,11 +37,12 @@ from shmserve_client.protocol import (
 
 from .catalog import Catalog
 from .config import DaemonConfig
+from .listener import BUSY_CHECK_MS, Listener, LocalListener, TcpListener
 from .loader import Loader
 from .lockfile import LockFile
 from .management import Management
 from .progress import Progress
-from .service import Service
+from .service import Service, private_nbytes
 from .text import count
 from .watch import Watch
 
@@ -52,10 +50,8 @@ __all__ = ["Server"]
 
 log = logging.getLogger(__name__)
 
-_QUEUED_MESSAGES: Final = 16
-"""Per client and direction; what a client that does not read can cost is this many replies."""
 _MESSAGES_PER_TURN: Final = 64
-"""After so many of one socket the other one, the signals and the loader get their turn."""
+"""After so many of one socket, or `BUSY_CHECK_MS`, the others, the signals and the loader get their turn."""
 _FAREWELL_MS: Final = 200
 """How long the last replies may take to leave."""
 _LOADER_PATIENCE_S: Final = 1.5
@@ -64,6 +60,8 @@ _LOOK_S: Final = 1.0
 """How often the daemon looks whether anybody still reads what it could let go."""
 
 _Socket = zmq.Socket[bytes]
+_Decode = Callable[[bytes], tuple[int, Any]]
+_ReplyTo = Callable[[Any], Reply]
 
 
 class Server:
@@ -96,7 +94,8 @@ class Server:
         self._loading = threading.Thread(target=self._load, name="loader", daemon=True)
         self._loaded = threading.Event()
         self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._last_used_s = self._looked_s = 0.0
+        self._listeners: dict[Listener, tuple[_Decode, _ReplyTo]] = {}
+        self._last_used_s = self._looked_s = self._measured_s = 0.0
 
     def run(self) -> None:
         """Serve until SIGTERM, SIGINT, SIGHUP, a stop request, or `linger_s` without an attached process.
@@ -124,14 +123,19 @@ class Server:
         """Take the endpoint and start to load."""
         endpoint, gid = self.config.endpoint, self.config.gid
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # libzmq aborts when a client finds none left
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # of which the listeners let clients have a part
         ensure_directory(os.path.dirname(endpoint), gid)
         lock = LockFile(lock_path(endpoint))
         self._cleanup.callback(lock.release)
         context: zmq.Context[_Socket] = zmq.Context()
         self._cleanup.callback(context.term)
-        self._clients = self._listen(context, endpoint, gid)
-        self._control = self._listen(context, control_path(endpoint), None)
+        # Under the lock, so no live daemon listens there.
+        self._listen(LocalListener(context, endpoint, gid), decode_request, self._reply)
+        self._listen(LocalListener(context, control_path(endpoint)), decode_control, self._obey)
+        if self.config.tcp is not None:
+            tcp = TcpListener(context, self.config.tcp, self.config.keys)
+            self._listen(tcp, decode_request, self._reply)
+            self.service.tcp_endpoint = tcp.endpoint
         self._cleanup.callback(self._release_segments)
         self._loading.start()
         self._cleanup.callback(self._stop_loading)
@@ -140,63 +144,67 @@ class Server:
         self._cleanup.callback(watch.stop)
         log.info("listening at ipc://%s (pid %d)", endpoint, os.getpid())
 
-    def _listen(self, context: zmq.Context[_Socket], path: str, gid: int | None) -> _Socket:
-        # Under the lock, so no live daemon listens there; libzmq replaces whatever file lies in its way.
-        if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise EndpointError(f"{path} exists and is not a socket: choose another --endpoint")
-        router = context.socket(zmq.ROUTER)
-        self._cleanup.callback(router.close, linger=_FAREWELL_MS)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_NBYTES)
-        router.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
-        router.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that nobody waits for is an error, not silence
-        previous = os.umask(0o177)  # of the whole process, which has no other thread yet that makes files
-        try:
-            router.bind(f"ipc://{path}")
-        except zmq.ZMQError as error:
-            raise EndpointError(f"cannot listen at {path}: {error}: choose another --endpoint") from error
-        finally:
-            os.umask(previous)
-        self._cleanup.callback(Path(path).unlink, missing_ok=True)  # libzmq leaves it there
-        if gid is not None:
-            os.chown(path, -1, gid)
-            os.chmod(path, 0o660)
-        return router
+    def _listen(self, listener: Listener, decode: _Decode, reply_to: _ReplyTo) -> None:
+        self._cleanup.callback(listener.close, _FAREWELL_MS)
+        self._listeners[listener] = decode, reply_to
 
     def main_loop(self) -> None:
         """Answer, watch the loader and the linger time, until `should_exit`."""
-        poller = zmq.Poller()
-        for source in (self._clients, self._control, self._wake_receiver.fileno()):
-            poller.register(source, zmq.POLLIN)
-        if self._starter_fd is not None:
-            poller.register(self._starter_fd, zmq.POLLERR)
+        poller = self._poller()
         while not self.should_exit:
-            for source, _ in poller.poll(int(_LOOK_S * 1000)):
-                if source is self._clients:
-                    self._answer(self._clients, decode_request, self._reply)
-                elif source is self._control:
-                    self._answer(self._control, decode_control, self._obey)
-                elif source == self._starter_fd:
-                    log.info("whoever started this daemon no longer waits for it")
-                    self.should_exit = True
-                else:
-                    self._wake_receiver.recv(4096)
+            is_busy = any(listener.connections for listener in self._listeners)
+            ready = dict(poller.poll(BUSY_CHECK_MS if is_busy else int(_LOOK_S * 1000)))
+            has_changed = False
+            for listener, (decode, reply_to) in self._listeners.items():
+                if listener.socket in ready:
+                    self._answer(listener.socket, decode, reply_to)
+                if any(source in ready for source in self._sources[listener]):
+                    has_changed |= listener.check()
+            has_changed |= self._check_memory()
+            if self._starter_fd in ready:
+                log.info("whoever started this daemon no longer waits for it")
+                self.should_exit = True
+            if self._wake_receiver.fileno() in ready:
+                self._wake_receiver.recv(4096)
             if not self.started and self._loaded.is_set():
-                if self._starter_fd is not None:
-                    poller.unregister(self._starter_fd)
+                self._starter_fd = None
+                has_changed = True
                 self._finish_start()
             elif self.started and time.monotonic() - self._looked_s >= _LOOK_S:
                 self.catalog.release_retired()
+                self._loader.collect_leftovers()
                 if self.config.linger_s is not None:
                     self._check_linger(self.config.linger_s)
                 self._looked_s = time.monotonic()
+            if has_changed:
+                poller = self._poller()
 
-    def _answer(
-        self,
-        router: _Socket,
-        decode: Callable[[bytes], tuple[int, Any]],
-        reply_to: Callable[[Any], Reply],
-    ) -> None:
+    def _poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        self._sources = {listener: listener.sources() for listener in self._listeners}
+        for listener, sources in self._sources.items():
+            for source in (listener.socket, *sources):
+                poller.register(source, zmq.POLLIN)
+        if self._starter_fd is not None:
+            poller.register(self._starter_fd, zmq.POLLERR)
+        return poller
+
+    def _check_memory(self) -> bool:
+        """Have clients dropped where they make the daemon grow, and return whether a listener has new sources."""
+        now_s = time.monotonic()
+        if now_s - self._measured_s < BUSY_CHECK_MS / 1000:
+            return False
+        self._measured_s = now_s
+        try:
+            changes = [listener.check_memory(private_nbytes) for listener in self._listeners]
+        except OSError as error:  # no descriptor is free at this moment
+            log.warning("cannot tell how much memory this process has: %s", error)
+            return False
+        return any(changes)
+
+    def _answer(self, router: _Socket, decode: _Decode, reply_to: _ReplyTo) -> None:
+        deadline_s = time.monotonic() + BUSY_CHECK_MS / 1000
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 identity, *frames = router.recv_multipart(zmq.NOBLOCK)
@@ -210,6 +218,8 @@ class Server:
                 _send(router, identity, reply)
             except zmq.ZMQError as error:  # the client has gone, or does not read; that is its own affair
                 log.debug("dropped a reply of %d bytes: %s", len(reply), error)
+            if time.monotonic() > deadline_s:
+                return
 
     def _reply(self, request: Request) -> Reply:
         if isinstance(request, Attach):
@@ -312,9 +322,7 @@ def _send(router: _Socket, identity: bytes, frame: bytes) -> None:
         router.send_multipart([identity, frame], zmq.NOBLOCK)
 
 
-def _reply_to_frame(
-    frame: bytes, decode: Callable[[bytes], tuple[int, Any]], reply_to: Callable[[Any], Reply]
-) -> bytes:
+def _reply_to_frame(frame: bytes, decode: _Decode, reply_to: _ReplyTo) -> bytes:
     """Return the frame of the reply to whatever bytes a client sent."""
     request_id = None
     try:

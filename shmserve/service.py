@@ -44,7 +44,7 @@ from shmserve_client.version import __version__
 from .catalog import Catalog, Entry, Failed, Loading, Ready
 from .text import percent, size
 
-__all__ = ["Service"]
+__all__ = ["Service", "private_nbytes"]
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
 
@@ -54,6 +54,8 @@ class Service:
 
     def __init__(self, catalog: Catalog, *, endpoint: str, shm_dir: str) -> None:
         self._catalog = catalog
+        self.tcp_endpoint = ""
+        """Where clients are answered as well, as `tcp://HOST:PORT`."""
         self._endpoint = endpoint
         self._shm_dir = shm_dir
         self._disk_note = _disk_note(shm_dir)
@@ -135,9 +137,10 @@ class Service:
             daemon_version=__version__,
             pid=os.getpid(),
             endpoint=self._endpoint,
+            tcp_endpoint=self.tcp_endpoint,
             shm_dir=self._shm_dir,
             uptime_seconds=time.monotonic() - self._started_s,
-            private_nbytes=_private_nbytes(),
+            private_nbytes=private_nbytes(),
             datasets=[_status(entry, self._disk_note) for entry in chosen],
             retired=[
                 _retired_status(segment)
@@ -265,7 +268,7 @@ def _disk_note(shm_dir: str) -> str:
     )
 
 
-def _private_nbytes() -> int:
+def private_nbytes() -> int:
     """Return the memory that is this process's alone: anonymous pages, resident or swapped, and page tables.
 
     Not its USS, which holds the whole of a segment that nobody else has mapped.

@@ -57,4 +57,5 @@ def _pages(status: DatasetStatus) -> str:
 def readiness_line(report: StatusReport) -> str:
     """Return the one line on stdout that says that everything is served."""
     datasets = ", ".join(f"{status.name} ({describe_dataset(status)})" for status in report.datasets)
-    return printable(f"ready: {datasets} on ipc://{report.endpoint} (pid {report.pid})")
+    tcp = f" and {report.tcp_endpoint}" if report.tcp_endpoint else ""
+    return printable(f"ready: {datasets} on ipc://{report.endpoint}{tcp} (pid {report.pid})")

@@ -17,6 +17,8 @@ import pytest
 
 from tests.processes import Daemon, run_python, wait_until
 
+pytest_plugins = ["tests.reliability"]
+
 SHM = Path("/dev/shm")
 TEST_PREFIX = "shmserve-test-"
 LEAK_PATIENCE_S = 5.0
@@ -91,12 +93,16 @@ def unused(names: set[object]) -> set[object]:
     """Return those entries of /dev/shm that no process has mapped: one that is in use is another program's."""
     if not names:
         return names
+    used = [line for maps in Path("/proc").glob("[0-9]*/maps") for line in _lines(maps) if str(SHM) in line]
     # By inode: what a semaphore's user has mapped bears the name under which glibc made it.
-    mapped = {
-        line.split()[4] for maps in Path("/proc").glob("[0-9]*/maps") for line in _lines(maps) if str(SHM) in line
-    }
+    mapped = {line.split()[4] for line in used}
+    inside = {line.partition(f"{SHM}/")[2].partition("/")[0] for line in used}
     with os.scandir(SHM) as entries:
-        return {entry.name for entry in entries if entry.name in names and str(entry.inode()) not in mapped}
+        return {
+            entry.name
+            for entry in entries
+            if entry.name in names and entry.name not in inside and str(entry.inode()) not in mapped
+        }
 
 
 def _lines(path: Path) -> list[str]:

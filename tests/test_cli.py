@@ -27,19 +27,21 @@ Serve = Callable[..., Daemon]
 RunGc = Callable[..., subprocess.CompletedProcess[str]]
 
 OPTIONS = {
-    "start": "--data --config --dtype --vocab-size --block-size --stride --endpoint --shm-dir --group --lock --linger "
-    "--detach --ready-fd",
+    "start": "--data --config --dtype --vocab-size --block-size --stride --endpoint --shm-dir --group --lock --checksums --linger "
+    "--tcp --keys --detach --ready-fd",
     "stop": "--endpoint",
     "load": "--dtype --vocab-size --block-size --stride --endpoint",
     "reload": "--endpoint",
     "unload": "--endpoint",
-    "status": "--endpoint --json --wait",
-    "ls": "--endpoint --json",
-    "lookup": "--column --block-size --stride --endpoint --json",
+    "status": "--endpoint --keys --json --wait",
+    "ls": "--endpoint --keys --json",
+    "lookup": "--column --block-size --stride --endpoint --keys --json",
     "inspect": "--dtype --vocab-size --json",
-    "monitor": "--output --interval --endpoint",
+    "verify": "--against-source --endpoint --json",
+    "monitor": "--output --interval --endpoint --keys",
     "plot": "--output",
     "gc": "--shm-dir --dry-run --json",
+    "keys": "--client",
     "demo": "--ranks --workers --steps",
 }
 
@@ -129,7 +131,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[object]], list[str]]] = {
     "a window beyond 62 bits": (lambda folder: [RAGGED, "--block-size", 2**70], ["block-size", "less than 2^62"]),
     "an unknown group": (lambda folder: [RAGGED, "--group", "no-such-group"], ["no group 'no-such-group'"]),
     "a shm directory that is none": (lambda folder: [RAGGED, "--shm-dir", folder / "nope"], ["nope", "--shm-dir"]),
-    "tcp": (lambda folder: [RAGGED, "--endpoint", "tcp://127.0.0.1:5555"], ["tcp://", "not supported"]),
+    "tcp": (lambda folder: [RAGGED, "--endpoint", "tcp://127.0.0.1:5555"], ["tcp://", "--tcp HOST:PORT"]),
     "a path too long": (lambda folder: [RAGGED, "--endpoint", "/tmp/" + "x" * 120], ["125 bytes"]),
     "a directory open to others": (lambda folder: [RAGGED, "--endpoint", "/tmp/shmserve-x.sock"], ["/tmp"]),
     "a config file that is none": (lambda folder: [RAGGED, "--config", folder / "nope.toml"], ["nope.toml"]),

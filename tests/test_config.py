@@ -147,6 +147,7 @@ def test_a_config_file(tmp_path: Path) -> None:
         shm_dir = "shm"
         group = "users"
         lock = true
+        checksums = true
         linger = 2.5
 
         [datasets.train]
@@ -162,7 +163,7 @@ def test_a_config_file(tmp_path: Path) -> None:
     )
     file = read_config_file(path)
     assert (file.endpoint, file.shm_dir, file.group) == ("ipc:///run/x/daemon.sock", str(tmp_path / "shm"), "users")
-    assert (file.lock, file.linger) == (True, 2.5)
+    assert (file.lock, file.checksums, file.linger) == (True, True, 2.5)
     assert file.datasets == (
         DatasetConfig("train", (f"{tmp_path}/a.bin", "/abs/b*.bin"), SourceOptions("uint16", 50257), 1025, 1024),
         DatasetConfig("val set", (f"{tmp_path.parent}/val",)),
@@ -181,8 +182,12 @@ def test_the_example_in_the_module_is_a_valid_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("port = 1", "unknown key 'port': the keys are datasets, endpoint, group, linger, lock, shm_dir"),
+        (
+            "port = 1",
+            "unknown key 'port': the keys are checksums, datasets, endpoint, group, keys, linger, lock, shm_dir, tcp",
+        ),
         ("lock = 1", "lock is a int, expected bool"),
+        ("checksums = 1", "checksums is a int, expected bool"),
         ("linger = true", "linger is a bool, expected int or float"),
         ("datasets = 3", "datasets is a int, expected dict"),
         ("[datasets]\na = 'x.bin'", r"\[datasets.a\] is a str, expected a table with data"),

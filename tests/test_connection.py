@@ -76,8 +76,8 @@ def test_nobody_there_is_an_error_at_once(path: Path) -> None:
     with Connection(path, timeout_s=30) as client, pytest.raises(DaemonUnreachableError, match="nobody listens"):
         client.request(List())
     assert time.monotonic() - started_s < 5
-    with pytest.raises(EndpointError, match="tcp:// is not supported"):
-        Connection("tcp://127.0.0.1:1", 1)
+    with pytest.raises(EndpointError, match="udp:// is not supported"):
+        Connection("udp://127.0.0.1:1", 1)
 
 
 def test_silence_is_an_error_in_time(path: Path) -> None:

@@ -32,10 +32,26 @@ def test_an_endpoint_is_a_path(given: str) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["tcp://127.0.0.1:5555", "inproc://x", "ipc://relative", "relative", "ipc://@abstract", "/run/", "", "/a\0b", 5],
+    ["udp://127.0.0.1:5555", "inproc://x", "ipc://relative", "relative", "ipc://@abstract", "/run/", "", "/a\0b", 5],
 )
 def test_other_addresses_are_refused(given: Any) -> None:
     with pytest.raises(EndpointError, match=r"ipc:///path"):
+        endpoint.parse_endpoint(given)
+
+
+@pytest.mark.parametrize("given", ["tcp://127.0.0.1:5555", "tcp://[::1]:1", "tcp://node-7.example.org:65535"])
+def test_an_endpoint_of_tcp_stays_as_it_is(given: str) -> None:
+    assert endpoint.parse_endpoint(given) == endpoint.address_of(given) == given
+    assert endpoint.is_tcp(given)
+    assert not endpoint.is_tcp("/run/a.sock")
+    assert endpoint.address_of("/run/a.sock") == "ipc:///run/a.sock"
+
+
+@pytest.mark.parametrize(
+    "given", ["tcp://", "tcp://host", "tcp://*:5", "tcp://host:0", "tcp://::1:5", "tcp://u@host:5"]
+)
+def test_what_is_no_host_and_port_is_refused(given: str) -> None:
+    with pytest.raises(EndpointError):
         endpoint.parse_endpoint(given)
 
 
@@ -189,6 +205,6 @@ def test_without_a_daemon_the_error_names_every_place(runtime_dir: Path) -> None
 def test_a_place_is_probed_once(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon that comes up between two probes must not make an error without a reason."""
     reasons = iter(["nobody listens"])
-    monkeypatch.setattr(endpoint, "_probe", lambda path: next(reasons))
+    monkeypatch.setattr(endpoint, "_probe", lambda path, timeout_s: next(reasons))
     with pytest.raises(DaemonUnreachableError, match=rf"no daemon at {runtime_dir}/x \(nobody listens\): start"):
         endpoint.find_endpoint(f"{runtime_dir}/x")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shmserve_client.errors import SegmentFormatError
 from shmserve_client.layout import (
     ARRAY_ALIGNMENT,
+    CHUNK_NBYTES,
     DATA_ALIGNMENT,
     DESCRIPTION_OFFSET,
     DTYPES,
@@ -23,6 +24,7 @@ from shmserve_client.layout import (
     LAYOUT_VERSION,
     MAX_DESCRIPTION_NBYTES,
     Array,
+    Checksums,
     Column,
     Description,
     Header,
@@ -49,6 +51,7 @@ DESCRIPTION = Description(
     source=SourceRecord("key", "fingerprint", ("/data/corpus.bin",), 2),
     arrays={"document_indices": Array("int64", (2,))},
     notes=("dtype assumed",),
+    checksums=Checksums(),
 )
 
 
@@ -91,7 +94,29 @@ def test_arrays_are_placed_one_after_another_each_aligned():
     _, placed, total_nbytes = encoded()
     arrays = placed.all_arrays()
     assert [array.offset - DATA_ALIGNMENT for array in arrays] == [0, 64, 128, 192, 256, 320]
-    assert total_nbytes == arrays[-1].offset + arrays[-1].nbytes
+    assert placed.checksums is not None
+    assert placed.checksums.values == Array("uint64", (2,), DATA_ALIGNMENT + 384)
+    assert total_nbytes == placed.checksums.values.offset + 16
+
+
+def test_without_checksums_the_arrays_end_the_segment():
+    _, placed, total_nbytes = encoded(replace(DESCRIPTION, checksums=None))
+    last = placed.all_arrays()[-1]
+    assert placed.checksums is None
+    assert total_nbytes == last.offset + last.nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chunks"),
+    [(0, 0), (1, 1), (CHUNK_NBYTES - 64, 1), (CHUNK_NBYTES, 1), (CHUNK_NBYTES + 1, 2), (1 << 40, 1 << 19)],
+)
+def test_there_is_a_checksum_of_each_chunk_and_one_of_them_all(nbytes, chunks):
+    column = Column("tokens", Array("uint8", (nbytes,)))
+    prefix, placed, total_nbytes = encoded(replace(DESCRIPTION, num_samples=nbytes, columns=(column,), arrays={}))
+    assert decoded(prefix, total_nbytes)[1] == placed
+    assert placed.checksums is not None
+    assert placed.checksums.values.shape == (chunks + 1,)
+    assert placed.checksums.values.offset == DATA_ALIGNMENT + -(-nbytes // ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
 
 
 def test_a_long_description_moves_the_data():
@@ -207,10 +232,12 @@ def assert_usable(header: Header, description: Description) -> None:
         texts += [column.name, column.kind]
     assert {type(text) for text in texts} == {str}
     assert type(description.source.files) is int
+    assert {type(description.source.dtype), type(description.source.vocab_size)} <= {str, int, type(None)}
     assert type(description.num_samples) is int
     assert type(description.stream) is bool
     memory = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (header.total_nbytes,), (0,), writeable=False)
-    for array in description.all_arrays():
+    checksums = [description.checksums.values] if description.checksums else []
+    for array in description.all_arrays() + checksums:
         assert array.offset + array.nbytes <= len(memory)
         np.lib.stride_tricks.as_strided(np.zeros(1, DTYPES[array.dtype]), array.shape, [0] * len(array.shape))
 
@@ -225,6 +252,36 @@ def shaped(shape: list[int]) -> dict[str, Any]:
 def test_shapes_that_numpy_cannot_have_are_refused(shape):
     with pytest.raises(SegmentFormatError, match="shape"):
         decoded(*with_description(shaped(shape)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"algorithm": "crc32"}, "checksums by 'crc32'"),
+        ({"chunk_nbytes": 1 << 20}, "of each 1048576 bytes"),
+        ({"chunk_nbytes": 0}, "of each 0 bytes"),
+        ({"dtype": "int64"}, "not uint64 of shape"),
+        ({"shape": [3]}, "up to byte 2097560, but 2097552 bytes in all"),
+        ({"shape": [1]}, "not uint64 of shape"),
+        ({"shape": [2, 1]}, "not uint64 of shape"),
+        ({"offset": DATA_ALIGNMENT + 320}, "inside another"),
+        ({"offset": DATA_ALIGNMENT + 392}, "unaligned"),
+        ({"offset": 0}, "inside another"),
+        ({"offset": DATA_ALIGNMENT + (1 << 40)}, "bytes in all"),
+    ],
+)
+def test_checksums_that_are_not_where_and_what_they_must_be_are_refused(changed, message):
+    fields = as_lists(asdict(encoded()[1]))
+    for key, value in changed.items():
+        (fields["checksums"] if key in fields["checksums"] else fields["checksums"]["values"])[key] = value
+    with pytest.raises(SegmentFormatError, match=message):
+        decoded(*with_description(fields))
+
+
+def test_checksums_end_the_segment():
+    fields = as_lists(asdict(encoded(replace(DESCRIPTION, arrays={}))[1]))  # a segment with room behind them
+    with pytest.raises(SegmentFormatError, match="up to its end at"):
+        decoded(*with_description(fields))
 
 
 def test_two_columns_of_one_name_are_refused():

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from shmserve_client.layout import (
     DTYPES,
     HEADER,
     MAX_DIMENSIONS,
     Array,
+    Checksums,
     Column,
     Description,
     SourceRecord,
@@ -36,6 +38,7 @@ def test_the_example_is_what_the_code_writes():
         num_samples=2,
         columns=(Column("tokens", Array("uint16", (5,)), offsets=Array("int64", (3,))),),
         source=SourceRecord("k1", "f1", ("/data/tiny.bin",), 2),
+        checksums=Checksums(),
     )
     placed, data_offset, total_nbytes = place_arrays(description)
     prefix = encode_prefix(
@@ -49,7 +52,10 @@ def test_the_example_is_what_the_code_writes():
         dumped[int(position, 16)] = found
     data = np.zeros(total_nbytes - data_offset, np.uint8)
     data[:10].view(np.uint16)[:] = [1, 2, 3, 4, 5]
-    data[64:].view(np.int64)[:] = [0, 3, 5]
+    data[64:88].view(np.int64)[:] = [0, 3, 5]
+    chunk = xxhash.xxh3_64_intdigest(bytes(data[:128]))
+    data[128:136].view(np.uint64)[:] = chunk
+    data[136:].view(np.uint64)[:] = xxhash.xxh3_64_intdigest(chunk.to_bytes(8, "little"))
     assert b"".join(part for position, part in dumped.items() if position < data_offset) == prefix
     assert b"".join(part for position, part in dumped.items() if position >= data_offset) == data.tobytes()
     assert sorted(dumped) == [*range(0, len(prefix), 16), *range(data_offset, total_nbytes, 16)]

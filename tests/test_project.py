@@ -15,7 +15,7 @@ import shmserve_client
 from shmserve_client import __version__
 
 REPOSITORY = Path(__file__).parent.parent
-SCRIPTS = ["scripts/demo", "scripts/test", "scripts/check", ".ci/run"]
+SCRIPTS = ["scripts/demo", "scripts/test", "scripts/stress", "scripts/check", ".ci/run"]
 
 
 def test_the_changelog_begins_with_this_version() -> None:

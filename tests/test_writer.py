@@ -235,7 +235,7 @@ def test_a_source_that_changes_is_told(shm_dir):
 
 def test_a_source_that_fails_is_told(shm_dir):
     gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/corpus.bin")
-    with pytest.raises(SourceFormatError, match=r"changed or failed while loading: .*'/data/corpus.bin'") as caught:
+    with pytest.raises(SourceFormatError, match=r"changed or failed while it was read: .*'/data/corpus.bin'") as caught:
         write_pieces(shm_dir, describe_tokens("uint8", 9), [[Fails(9, gone)]])
     assert caught.value.__cause__ is gone
 

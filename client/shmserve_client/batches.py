@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from .errors import ConfigError
 from .indices import Int64s
+from .layout import is_shape
 from .samples import Samples
 from .tensors import (
     DtypeOption,
@@ -183,6 +184,8 @@ def _gather(
         counts = lengths * math.prod(others)
         shape = (length, *others)
     shape = (len(positions), *shape)
+    if not is_shape(shape):
+        raise ConfigError(f"a batch of the shape {list(shape)} is larger than any memory: give fewer samples or a length")
     values = torch.empty(shape, dtype=conversion.target) if out is None else _checked_out(out, shape, conversion.target)
     if conversion.limits is not None:
         _check_values(conversion.limits, samples.values, positions, starts, counts)

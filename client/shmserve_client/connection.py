@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import struct
 import threading
 import time
 import weakref
 from numbers import Real
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import zmq
 
-from .endpoint import find_endpoint, listening, parse_endpoint
+from .endpoint import address_of, find_endpoint, is_tcp, listening, parse_endpoint
 from .errors import ConfigError, DaemonUnreachableError, DatasetNotReadyError, ProtocolError
 from .protocol import (
     MAX_REPLY_NBYTES,
@@ -29,13 +30,28 @@ from .protocol import (
     error_from,
 )
 
-__all__ = ["Connection", "attach_when_ready", "seconds"]
+if TYPE_CHECKING:
+    from .keys import ClientKeys
+
+__all__ = ["Connection", "attach_when_ready", "keep_alive", "seconds"]
 
 _DESCRIPTORS: Final = 16
 """More than a context, a socket and its monitor take."""
+_QUEUED_REPLIES: Final = 2
+"""How many a daemon can have waiting that nobody asked for, each of MAX_REPLY_NBYTES."""
 _RETURN_S: Final = 5.0
 """How long a daemon that went away in the middle of a request may take to come back."""
 _LONGEST_POLL_S: Final = 3600.0
+_EVENTS: Final = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | (zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+)
+_EVENT: Final = struct.Struct("=Hi")
+"""The first frame of a monitor's message: the event, and its value."""
+_HANDSHAKES: Final = 5
+"""How often a connection by TCP may end before both sides know each other, as it may when a daemon is busy or ends."""
 _ASK_AGAIN_S: Final = (0.02, 1.0)
 """The first and the longest pause between two questions whether a dataset has been loaded."""
 
@@ -47,9 +63,16 @@ class Connection:
     since a ZeroMQ context neither works nor can be closed beyond a fork.
     """
 
-    def __init__(self, path: str | os.PathLike[str], timeout_s: float) -> None:
-        """Prepare a connection to the socket at `path`; a request fails that takes longer than `timeout_s` seconds."""
+    def __init__(
+        self, path: str | os.PathLike[str], timeout_s: float, keys: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Prepare a connection to a daemon; a request fails that takes longer than `timeout_s` seconds.
+
+        `path` is the daemon's endpoint. If that is one of TCP, `keys` is the directory of a client's keys, as `shmserve
+        keys` makes it; None for `$SHMSERVE_KEYS`, and without that for a daemon without keys.
+        """
         self.path = parse_endpoint(os.fspath(path))
+        self._keys = os.fspath(keys) if keys is not None else os.environ.get("SHMSERVE_KEYS")
         self.timeout_s = seconds("timeout", timeout_s)
         self._last_id = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -69,7 +92,9 @@ class Connection:
         """Return the daemon's reply to `message`.
 
         Raises:
-            DaemonUnreachableError: nobody listens at the path (at once), or no reply came in time.
+            DaemonUnreachableError: nobody listens at the path or one side refuses the other's key (at once), or no
+                reply came in time.
+            ConfigError: the keys cannot be used.
             ShmserveError: what the daemon answered when it refused, as the class that names the reason.
             ProtocolError: the request is too large, or the reply is malformed or of another protocol version.
         """
@@ -96,6 +121,7 @@ class Connection:
         poller.register(monitor, zmq.POLLIN)
         deadline = time.monotonic() + self.timeout_s
         was_closed = False
+        handshakes = 0
         self._send(socket, frame)
         while (remaining_s := deadline - time.monotonic()) > 0:
             ready = dict(poller.poll(math.ceil(min(remaining_s, _LONGEST_POLL_S) * 1000)))
@@ -105,21 +131,26 @@ class Connection:
                 if reply_id == request_id or (reply_id == 0 and isinstance(reply, Failure)):
                     return reply
             elif monitor in ready:
-                # The daemon closed the connection: the request may be lost with it, and ZeroMQ reconnects by itself.
-                # Asking twice is harmless: requests change nothing, and a second reply has an id of the past.
-                monitor.recv_multipart()
-                was_closed = True
-                self._send(socket, frame)
-                deadline = min(deadline, time.monotonic() + _RETURN_S)
+                event, _ = _EVENT.unpack(monitor.recv_multipart()[0])
+                if event == zmq.EVENT_DISCONNECTED:
+                    # The daemon closed the connection: the request may be lost with it, and ZeroMQ reconnects by
+                    # itself. Asking twice is harmless: requests change nothing, and a second reply has an id of the
+                    # past.
+                    was_closed = True
+                    self._send(socket, frame)
+                    deadline = min(deadline, time.monotonic() + _RETURN_S)
+                elif is_tcp(self.path):
+                    handshakes += 1
+                    self._check_handshake(event, handshakes)
         if was_closed and listening(self.path):
             raise self._not_a_daemon()
         if was_closed:
             raise DaemonUnreachableError(
-                f"daemon at ipc://{self.path} ended during the request and did not come back within "
+                f"daemon at {address_of(self.path)} ended during the request and did not come back within "
                 f"{min(_RETURN_S, self.timeout_s):g} s: its log may say why, start it again"
             )
         raise DaemonUnreachableError(
-            f"daemon at ipc://{self.path} did not answer within {self.timeout_s:g} s: see whether it runs with "
+            f"daemon at {address_of(self.path)} did not answer within {self.timeout_s:g} s: see whether it runs with "
             "`shmserve status`, or allow more with timeout="
         )
 
@@ -131,9 +162,25 @@ class Connection:
             # for a message over the limit.
             raise self._not_a_daemon() from None
 
+    def _check_handshake(self, event: int, handshakes: int) -> None:
+        """Raise the error for a handshake that has failed, and would again."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            reason = (
+                f"does not list the key {self._keys}/client.key_secret: get one that was made there, with `shmserve "
+                "keys DIR --client NAME`"
+            )
+        # Of two sides that differ on keys, either may find out first: the other then only sees the connection end.
+        elif event != zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and handshakes < _HANDSHAKES:
+            return
+        elif self._keys:
+            reason = f"does not have the key {self._keys}/daemon.key: it is another daemon, or one without keys"
+        else:
+            reason = "lets only clients with keys in, or is no shmserve daemon: give keys=DIR, --keys or $SHMSERVE_KEYS"
+        raise DaemonUnreachableError(f"what listens at {self.path} {reason}")
+
     def _not_a_daemon(self) -> DaemonUnreachableError:
         return DaemonUnreachableError(
-            f"what listens at ipc://{self.path} closes the connection instead of answering: it is not a shmserve "
+            f"what listens at {address_of(self.path)} closes the connection instead of answering: it is not a shmserve "
             f"daemon, or its answer has more than {MAX_REPLY_NBYTES} bytes"
         )
 
@@ -142,13 +189,22 @@ class Connection:
             return self._socket, self._monitor
         _require_descriptors()
         # Connecting in ZeroMQ succeeds whether or not anybody is there: ask the kernel first.
-        find_endpoint(self.path)
+        find_endpoint(self.path, self.timeout_s)
+        keys = _client_keys(self._keys) if self._keys and is_tcp(self.path) else None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_REPLIES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_NBYTES)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(f"ipc://{self.path}")
+        if is_tcp(self.path):
+            self._socket.setsockopt(zmq.IPV6, 1)
+            keep_alive(self._socket)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.daemon_public)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._socket.connect(f"{address_of(self.path)}")
         return self._socket, self._monitor
 
     def _disconnect(self) -> None:
@@ -168,6 +224,20 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _client_keys(directory: str) -> ClientKeys:
+    from .keys import client_keys  # it imports zmq.auth, which few need
+
+    return client_keys(directory)
+
+
+def keep_alive(socket: zmq.Socket[bytes]) -> None:
+    """Have TCP notice within a minute that the other host is gone."""
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
 def _require_descriptors() -> None:
@@ -194,7 +264,9 @@ def seconds(name: str, value: object) -> float:
     return duration
 
 
-def attach_when_ready(path: str, question: Attach, *, timeout_s: float, patience_s: float) -> Attached:
+def attach_when_ready(
+    path: str, question: Attach, *, timeout_s: float, patience_s: float, keys: str | None = None
+) -> Attached:
     """Return where the segment is that `question` asks the daemon at `path` for, once it has been loaded.
 
     Each question may take `timeout_s` seconds, and the loading `patience_s`.
@@ -208,7 +280,7 @@ def attach_when_ready(path: str, question: Attach, *, timeout_s: float, patience
     while True:
         try:
             # A connection for each question: so a daemon that fails to load and exits is noticed at once.
-            with Connection(path, timeout_s) as connection:
+            with Connection(path, timeout_s, keys) as connection:
                 reply = connection.request(question)
         except DatasetNotReadyError as error:
             if time.monotonic() + pause_s > deadline:

@@ -83,13 +83,14 @@ class ShmDataset(Dataset[Any]):
         copy: bool | None = None,
         transform: Transform | None = None,
         lookup: Literal["shared", "daemon"] = "shared",
+        keys: str | os.PathLike[str] | None = None,
     ) -> None:
         """Attach the dataset, waiting while it loads.
 
         Args:
             name: the dataset's name; may be None where the daemon serves one only.
-            endpoint: the daemon's socket, as `ipc:///path`; None looks in `$SHMSERVE_ENDPOINT`, else where daemons of
-                this user and of this node listen.
+            endpoint: the daemon's socket, as `ipc:///path`, or `tcp://HOST:PORT`; None looks in `$SHMSERVE_ENDPOINT`,
+                else where daemons of this user and of this node listen.
             timeout: seconds that loading may take, and each of the daemon's answers; infinity for no limit.
             columns: the columns that a sample has; None for all. One gives a tensor, several a dict.
             block_size: None for the stored samples. A number of items B for windows over all items joined: window i is
@@ -103,6 +104,8 @@ class ShmDataset(Dataset[Any]):
                 (vm.overcommit_memory=2), samples are copies always.
             transform: called with each sample; what it returns is the sample.
             lookup: "shared" reads offsets from the segment. "daemon" asks the daemon, once per `__getitems__`.
+            keys: for `tcp://`, the directory of this client's keys (`shmserve keys`); None looks in `$SHMSERVE_KEYS`.
+                Pickles hold its path.
 
         Raises:
             DaemonUnreachableError: no daemon listens (at once), or it does not answer in time.
@@ -117,8 +120,9 @@ class ShmDataset(Dataset[Any]):
         if lookup not in ("shared", "daemon"):
             raise ConfigError(f'lookup {lookup!r}: give "shared" or "daemon"')
         timeout = seconds("timeout", timeout)
-        path = find_endpoint(endpoint)
-        attached, segment = attach_served(path, Attach(name), timeout_s=timeout, patience_s=timeout)
+        self._keys = None if keys is None else os.path.abspath(os.fspath(keys))
+        path = find_endpoint(endpoint, timeout)
+        attached, segment = attach_served(path, Attach(name), timeout_s=timeout, patience_s=timeout, keys=self._keys)
         if block_size == "served":
             block_size, default_stride = attached.block_size or None, attached.stride or None
             stride = default_stride if stride is None else stride
@@ -221,6 +225,7 @@ class ShmDataset(Dataset[Any]):
             nonce=segment.header.nonce,
             block_size=self._block_size,
             stride=self._stride,
+            keys=self._keys,
         )
         read_many = remote_reader(columns, self._transform, remote.extents)
         return _Attached(
@@ -243,7 +248,11 @@ class ShmDataset(Dataset[Any]):
         if self._closed:
             raise self._closed_error()
         served, segment = attach_served(
-            self._endpoint, Attach(self.name), timeout_s=self._timeout_s, patience_s=self._timeout_s
+            self._endpoint,
+            Attach(self.name),
+            timeout_s=self._timeout_s,
+            patience_s=self._timeout_s,
+            keys=self._keys,
         )
         if served.nonce == self._nonce:
             return False

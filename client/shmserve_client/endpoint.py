@@ -1,12 +1,14 @@
 """Where daemons listen on this node, and how a client finds them. Nothing here needs ZeroMQ.
 
 An endpoint is the path of a UNIX socket, written as such or as `ipc://` and the path. Beside the socket lie the owner's
-socket (`control_path`), the lock (`lock_path`) and the log (`log_path`).
+socket (`control_path`), the lock (`lock_path`) and the log (`log_path`). A daemon that also listens to TCP has a second
+endpoint for its clients, `tcp://HOST:PORT`, which is kept as it is written.
 """
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 import stat
@@ -18,6 +20,7 @@ from .errors import DaemonUnreachableError, EndpointError
 __all__ = [
     "DEFAULT_NAME",
     "MAX_SOCKET_PATH_NBYTES",
+    "address_of",
     "control_path",
     "default_directories",
     "default_directory",
@@ -25,6 +28,9 @@ __all__ = [
     "ensure_directory",
     "find_endpoint",
     "find_endpoints",
+    "host_and_port",
+    "is_loopback",
+    "is_tcp",
     "listening",
     "lock_path",
     "log_path",
@@ -35,13 +41,58 @@ __all__ = [
 DEFAULT_NAME: Final = "daemon.sock"
 MAX_SOCKET_PATH_NBYTES: Final = 107
 """Longer paths do not fit into sockaddr_un; libzmq then makes no socket and reports no error."""
+_TCP: Final = "tcp://"
 _NODE_DIRECTORY: Final = "/run/shmserve"
 _LONGEST_NAME_NBYTES: Final = 40
 """Room for the longest socket name that is made here: an embedded daemon's, with its `.ctl`."""
+_PROBE_TIMEOUT_S: Final = 5.0
+"""How long a host may take to accept a connection; sockets of this node answer at once."""
+
+
+def is_tcp(endpoint: str) -> bool:
+    """Return whether the endpoint, as `parse_endpoint` returns it, is that of TCP."""
+    return endpoint.startswith(_TCP)
+
+
+def address_of(endpoint: str) -> str:
+    """Return the endpoint as ZeroMQ and people write it: `ipc:///path`, or `tcp://HOST:PORT`."""
+    return endpoint if is_tcp(endpoint) else f"ipc://{endpoint}"
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the two parts of `HOST:PORT`, with or without `tcp://`; an IPv6 address stands in brackets, `[::1]:5555`.
+
+    Raises:
+        EndpointError: it is not that.
+    """
+    host, separator, port = address.removeprefix(_TCP).rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65_535
+    if not (separator and bare and is_port) or any(char in "[]/@*" or char.isspace() for char in bare):
+        raise EndpointError(f"{address!r} is not HOST:PORT, such as 127.0.0.1:5555 or [::1]:5555")
+    if (":" in bare) is (bare == host):
+        raise EndpointError(f"{address!r}: the address in [] is that of IPv6, such as [::1]:5555, and no other is")
+    return bare, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this node can reach what listens at `host`: an address, or "localhost"."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def control_path(path: str) -> str:
-    """Return the owner's socket of the daemon at `path`."""
+    """Return the owner's socket of the daemon at `path`.
+
+    Raises:
+        EndpointError: `path` is an endpoint of TCP, where no orders are taken.
+    """
+    if is_tcp(path):
+        raise EndpointError(
+            f"the daemon at {path} takes orders from its own node alone: give its ipc endpoint, with --endpoint there"
+        )
     return path + ".ctl"
 
 
@@ -56,16 +107,25 @@ def log_path(path: str) -> str:
 
 
 def parse_endpoint(endpoint: str) -> str:
-    """Return the absolute socket path that `endpoint` (`ipc:///path` or the path alone) names.
+    """Return the absolute socket path that `endpoint` (`ipc:///path` or the path alone) names, or `tcp://HOST:PORT`.
 
     Raises:
-        EndpointError: no string, another transport, a relative path, or a path that no socket can have.
+        EndpointError: no string, another transport, a relative path, or a path that no socket can have; no host and
+            port that one can connect to.
     """
     if not isinstance(endpoint, str) or "\0" in endpoint:
         raise EndpointError(f"endpoint {endpoint!r} is not the path of a socket, such as ipc:///path/of/the.sock")
+    if is_tcp(endpoint):
+        if host_and_port(endpoint)[1] == 0:
+            raise EndpointError(
+                f"endpoint {endpoint!r}: 0 stands for any free port where a daemon starts, name the port"
+            )
+        return endpoint
     scheme, separator, rest = endpoint.partition("://")
     if separator and scheme != "ipc":
-        raise EndpointError(f"endpoint {endpoint!r}: {scheme}:// is not supported, give ipc:///path/of/the.sock")
+        raise EndpointError(
+            f"endpoint {endpoint!r}: {scheme}:// is not supported, give ipc:///path/of/the.sock or tcp://HOST:PORT"
+        )
     path = rest if separator else endpoint
     if not os.path.isabs(path) or path.endswith("/"):
         raise EndpointError(
@@ -162,14 +222,25 @@ def refusal(directory: str) -> str:
     return ""
 
 
-def _probe(path: str) -> str:
-    """Return why a client cannot connect to `path`, or "" if somebody listens there, without waiting."""
+def _probe(endpoint: str, timeout_s: float = _PROBE_TIMEOUT_S) -> str:
+    """Return why a client cannot connect to `endpoint`, or "" if somebody listens there.
+
+    Only another host may take its time: `timeout_s` at most.
+    """
     try:
+        if is_tcp(endpoint):
+            # None would wait for ever, and 0 not at all.
+            with socket.create_connection(host_and_port(endpoint), max(0.001, min(timeout_s, _PROBE_TIMEOUT_S))):
+                return ""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
-            probe.connect(path)
+            probe.connect(endpoint)
     except BlockingIOError:
         return ""  # the backlog is full: somebody listens, and is slow
+    except TimeoutError:
+        return f"no connection within {min(timeout_s, _PROBE_TIMEOUT_S):g} s"
+    except UnicodeError:  # of a name that no host can have
+        return "no such host"
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
             return "nobody listens"
@@ -177,9 +248,9 @@ def _probe(path: str) -> str:
     return ""
 
 
-def listening(path: str) -> bool:
-    """Return whether a process listens on the socket at `path` and lets this user connect, without waiting."""
-    return not _probe(path)
+def listening(endpoint: str) -> bool:
+    """Return whether a process listens at `endpoint` and lets this user connect; only other hosts are waited for."""
+    return not _probe(endpoint)
 
 
 def _search() -> tuple[list[str], dict[str, str]]:
@@ -210,8 +281,10 @@ def find_endpoints() -> list[str]:
     return _search()[0]
 
 
-def find_endpoint(endpoint: str | None = None) -> str:
-    """Return the socket that a client is to ask: `endpoint`, `$SHMSERVE_ENDPOINT`, or the first default that listens.
+def find_endpoint(endpoint: str | None = None, timeout_s: float = _PROBE_TIMEOUT_S) -> str:
+    """Return the endpoint that a client is to ask: `endpoint`, `$SHMSERVE_ENDPOINT`, or the first default that listens.
+
+    Another host may take `timeout_s` seconds to accept a connection.
 
     Raises:
         DaemonUnreachableError: nobody listens there; the message names every place.
@@ -219,7 +292,7 @@ def find_endpoint(endpoint: str | None = None) -> str:
     """
     if endpoint is not None:
         path = parse_endpoint(endpoint)
-        reason = _probe(path)
+        reason = _probe(path, timeout_s)
         if reason:
             raise _unreachable({path: reason})
         return path
@@ -235,4 +308,5 @@ def _unreachable(reasons: Mapping[str, str]) -> DaemonUnreachableError:
     for path, reason in reasons.items():
         places.setdefault(reason, []).append(path)
     looked = ", ".join(f"{', '.join(paths)} ({reason})" for reason, paths in places.items())
-    return DaemonUnreachableError(f"no daemon at {looked}: start one with `shmserve start --data PATH`")
+    tcp = " --tcp HOST:PORT" if any(map(is_tcp, reasons)) else ""
+    return DaemonUnreachableError(f"no daemon at {looked}: start one with `shmserve start --data PATH{tcp}`")

@@ -10,11 +10,11 @@ import errno
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, Final
+from operator import attrgetter, itemgetter
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from .errors import ShmserveError, SourceFormatError, VocabularyError
 from .mapping import HUGE_PAGE_NBYTES, map_shared
 
-__all__ = ["Filling", "Span", "ValueCheck"]
+__all__ = ["Filling", "Span", "ValueCheck", "WindowCheck", "spans_within"]
 
 _THREADS: Final = 2
 """One reads while the other waits for the kernel to clear a huge page; a third gained nothing on a local disk."""
@@ -41,6 +41,36 @@ class Span:
     read_into: Callable[[NDArray[np.uint8], int], None]
     origin: Callable[[int], str]
     """Says where the byte at an offset from start comes from."""
+
+    def read(self, window: NDArray[np.uint8], window_start: int) -> slice:
+        """Read the part of the span that lies in a window of the file into it; return which of its bytes that is.
+
+        Raises:
+            SourceFormatError: the source has changed or cannot be read.
+        """
+        low, high = max(window_start, self.start), min(window_start + window.nbytes, self.stop)
+        part = slice(low - window_start, max(low, high) - window_start)
+        if low < high:
+            try:
+                self.read_into(window[part], low - self.start)
+            except ShmserveError:
+                raise
+            except OSError as error:
+                raise SourceFormatError(f"a source file has changed or failed while it was read: {error}") from error
+        return part
+
+
+def spans_within(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
+    """Yield those of the spans, in ascending order and apart, that have bytes in `[start, stop)`, or are empty."""
+    position = max(0, bisect_right(spans, start, key=attrgetter("start")) - 1)
+    while position < len(spans) and spans[position].start < stop:
+        yield spans[position]
+        position += 1
+
+
+WindowCheck: TypeAlias = Callable[[NDArray[np.uint8], int], None]
+"""Called with each window's bytes and where in the file they start, once they are read and while they are in the
+processor's cache; by several threads, in any order."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +95,10 @@ class ValueCheck:
             return
         values = window[low - window_start : high - window_start].view(self.dtype)
         unsigned = values.view(f"u{self.dtype.itemsize}")  # negative ids become the largest
-        if int(unsigned.max()) >= self.vocab_size:
-            first = int(np.argmax(unsigned >= self.vocab_size))
+        # No larger than the dtype's own end, behind which are the negative ones.
+        end = min(self.vocab_size, int(np.iinfo(self.dtype).max) + 1)
+        if int(unsigned.max()) >= end:
+            first = int(np.argmax(unsigned >= end))
             position = (low - self.start) // self.dtype.itemsize + first
             raise VocabularyError(
                 f"token id {values[first]} at position {position} is outside the vocabulary [0, {self.vocab_size}) "
@@ -84,7 +116,7 @@ class Filling:
         start: int,
         total_nbytes: int,
         spans: Sequence[Span],
-        check: ValueCheck | None,
+        checks: Sequence[WindowCheck],
         check_room: Callable[[int], None],
         progress: Callable[[int, int], None],
         cancelled: threading.Event,
@@ -98,8 +130,7 @@ class Filling:
         self._bytes = self._mapping.bytes
         self._start, self._stop = start, total_nbytes
         self._spans = spans
-        self._span_starts = [span.start for span in spans]
-        self._check = check
+        self._checks = checks
         self._check_room = check_room
         self._progress = progress
         self._cancelled = cancelled
@@ -113,7 +144,7 @@ class Filling:
         """Why the kernel last refused a huge page; 0 when it never did."""
 
     def run(self) -> None:
-        """Read every span into its place. Raises what a span, the check or `progress` raises, CancelledError, OSError.
+        """Read every span into its place. Raises what a span, a check or `progress` raises, CancelledError, OSError.
 
         Of several failures the one nearest to the start is raised, as if a single thread had read.
         """
@@ -134,9 +165,11 @@ class Filling:
                 if (start - self._start) % _ROOM_CHECK_NBYTES == 0:
                     self._check_room(self._stop - start)
                 self._take_memory(start, stop)
-                self._read(start, stop)
-                if self._check is not None:
-                    self._check(self._bytes[start:stop], start)
+                window = self._bytes[start:stop]
+                for span in spans_within(self._spans, start, stop):
+                    span.read(window, start)
+                for check in self._checks:
+                    check(window, start)
                 with self._lock:
                     self._done_nbytes += stop - start
                     self._progress(self._done_nbytes, self._stop - self._start)
@@ -170,17 +203,3 @@ class Filling:
             if not refusal:
                 return
         os.posix_fallocate(self._fd, start, stop - start)
-
-    def _read(self, start: int, stop: int) -> None:
-        position = max(0, bisect_right(self._span_starts, start) - 1)
-        while position < len(self._spans) and self._spans[position].start < stop:
-            span = self._spans[position]
-            low, high = max(start, span.start), min(stop, span.stop)
-            if low < high:
-                try:
-                    span.read_into(self._bytes[low:high], low - span.start)
-                except ShmserveError:
-                    raise
-                except OSError as error:
-                    raise SourceFormatError(f"a source file has changed or failed while loading: {error}") from error
-            position += 1

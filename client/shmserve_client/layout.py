@@ -3,6 +3,7 @@
     0                 header, HEADER.size bytes, little-endian
     128               description: one msgpack map
     data_offset       the arrays, each aligned to ARRAY_ALIGNMENT; data_offset is a multiple of DATA_ALIGNMENT
+                      after them their checksums, one of each CHUNK_NBYTES from data_offset
     total_nbytes      end of the segment
 
 Nothing here touches a file: it all works on bytes, so that a hostile segment can be judged before it is used.
@@ -21,10 +22,12 @@ import msgpack
 import numpy as np
 
 from .errors import SegmentFormatError
-from .records import typed, unpack
+from .records import shown, typed, unpack
 
 __all__ = [
     "ARRAY_ALIGNMENT",
+    "CHECKSUM_ALGORITHM",
+    "CHUNK_NBYTES",
     "DATA_ALIGNMENT",
     "DESCRIPTION_OFFSET",
     "DTYPES",
@@ -35,6 +38,7 @@ __all__ = [
     "MAX_ITEMS",
     "NONCE_NBYTES",
     "Array",
+    "Checksums",
     "Column",
     "Description",
     "Header",
@@ -55,6 +59,8 @@ nbytes, data offset, CRC-32 of the description."""
 DESCRIPTION_OFFSET: Final = 128
 ARRAY_ALIGNMENT: Final = 64
 DATA_ALIGNMENT: Final = 2 << 20
+CHUNK_NBYTES: Final = DATA_ALIGNMENT
+CHECKSUM_ALGORITHM: Final = "xxh3_64"
 MAX_DESCRIPTION_NBYTES: Final = 64 << 20
 MAX_DIMENSIONS: Final = 32
 MAX_ITEMS: Final = 1 << 59
@@ -114,6 +120,24 @@ class SourceRecord:
     """The paths as they were given, made absolute."""
     files: int
     """How many files were read."""
+    dtype: str | None = None
+    """The dtype option that they were read with."""
+    vocab_size: int | None = None
+    """The vocabulary that the values were checked against."""
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What tells whether a bit of the arrays has changed: one number for each chunk of `chunk_nbytes` bytes.
+
+    The chunks lie side by side from data_offset to `values`, where the last one ends; gaps between arrays count as the
+    zeros that they are. The last number is not a chunk's, but the checksum of those before it.
+    """
+
+    values: Array = Array("uint64", (1,))
+    """Set by `place_arrays`."""
+    algorithm: str = CHECKSUM_ALGORITHM
+    chunk_nbytes: int = CHUNK_NBYTES
 
 
 @dataclass(frozen=True)
@@ -130,9 +154,10 @@ class Description:
     stream: bool = False
     notes: tuple[str, ...] = ()
     """What was assumed while reading, for people."""
+    checksums: Checksums | None = None
 
     def all_arrays(self) -> list[Array]:
-        """Every array of the segment, in the order in which they are placed."""
+        """Every array of the dataset, in the order in which they are placed; the checksums come after them."""
         found: list[Array] = []
         for column in self.columns:
             parts = (column.values, column.offsets, column.shapes, column.shape_offsets)
@@ -156,7 +181,7 @@ def place_arrays(description: Description) -> tuple[Description, int, int]:
     """Return the description with every array's offset set, the data area's offset, and the segment's total bytes."""
     data_offset = DATA_ALIGNMENT
     while True:
-        placed, end = _placed_from(description, data_offset)
+        placed, end = _with_checksums(*_placed_from(description, data_offset), data_offset)
         if DESCRIPTION_OFFSET + len(_pack_description(placed)) <= data_offset:
             return placed, data_offset, end
         data_offset += DATA_ALIGNMENT
@@ -184,6 +209,19 @@ def _placed_from(description: Description, position: int) -> tuple[Description, 
     )
     arrays = {name: place(array) for name, array in description.arrays.items()}
     return replace(description, columns=columns, arrays=arrays), position
+
+
+def _with_checksums(description: Description, end: int, data_offset: int) -> tuple[Description, int]:
+    if description.checksums is None:
+        return description, end
+    start = -(-end // ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
+    values = Array("uint64", _checksums_shape(start, data_offset), start)
+    return replace(description, checksums=replace(description.checksums, values=values)), start + values.nbytes
+
+
+def _checksums_shape(start: int, data_offset: int) -> tuple[int]:
+    """Return the shape of the checksums that start at `start`: one of each chunk before it, and their own."""
+    return (-(-(start - data_offset) // CHUNK_NBYTES) + 1,)
 
 
 def encode_prefix(
@@ -265,9 +303,10 @@ def decode_description(packed: bytes, header: Header) -> Description:
 
 def _check(description: Description, header: Header) -> None:
     end_of_previous = header.data_offset
-    for array in description.all_arrays():
+    checksums = description.checksums
+    for array in [*description.all_arrays(), *([checksums.values] if checksums else [])]:
         if array.dtype not in DTYPES:
-            raise SegmentFormatError(f"segment has an array of the unknown dtype {array.dtype!r}")
+            raise SegmentFormatError(f"segment has an array of the unknown dtype {shown(array.dtype)}")
         if not is_shape(array.shape):
             raise SegmentFormatError(f"segment has an array of the shape {array.shape[:MAX_DIMENSIONS]}")
         if array.offset % ARRAY_ALIGNMENT or array.offset < end_of_previous:
@@ -277,15 +316,32 @@ def _check(description: Description, header: Header) -> None:
             raise SegmentFormatError(
                 f"segment has an array up to byte {end_of_previous}, but {header.total_nbytes} bytes in all"
             )
+    if checksums is not None:
+        _check_checksums(checksums, header)
     count = description.num_samples
     names = [column.name for column in description.columns]
     if count < 0 or not names or len(set(names)) < len(names):
         raise SegmentFormatError(f"segment of {count} samples has {len(names)} columns with {len(set(names))} names")
     for column in description.columns:
         if column.kind != "tensor":
-            raise SegmentFormatError(f"column {column.name!r} is of the unknown kind {column.kind!r}")
+            raise SegmentFormatError(f"column {shown(column.name)} is of the unknown kind {shown(column.kind)}")
         if not _consistent(column, count):
-            raise SegmentFormatError(f"column {column.name!r} contradicts the {count} samples of its dataset")
+            raise SegmentFormatError(f"column {shown(column.name)} contradicts the {count} samples of its dataset")
+
+
+def _check_checksums(checksums: Checksums, header: Header) -> None:
+    values = checksums.values
+    if (checksums.algorithm, checksums.chunk_nbytes) != (CHECKSUM_ALGORITHM, CHUNK_NBYTES):
+        raise SegmentFormatError(
+            f"segment has checksums by {shown(checksums.algorithm)} of each {checksums.chunk_nbytes} bytes, this shmserve "
+            f"knows {CHECKSUM_ALGORITHM} of each {CHUNK_NBYTES}: use the same shmserve version in the daemon and here"
+        )
+    shape = _checksums_shape(values.offset, header.data_offset)
+    if (values.dtype, values.shape) != ("uint64", shape) or values.offset + values.nbytes != header.total_nbytes:
+        raise SegmentFormatError(
+            f"segment has checksums of the dtype {shown(values.dtype)} and shape {values.shape[:MAX_DIMENSIONS]} at byte "
+            f"{values.offset}, not uint64 of shape {shape} up to its end at {header.total_nbytes}"
+        )
 
 
 def is_shape(shape: Sequence[int]) -> bool:

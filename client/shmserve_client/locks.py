@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +35,8 @@ READERS: Final = 1 << 62
 _PID_BITS: Final = 22
 _F_OFD_GETLK: Final = 36  # Linux; no Python has names for them
 _F_OFD_SETLK: Final = 37
+_LOOK_CPU_S: Final = 0.5
+"""Many times what a thousand readers take. Whoever may read a segment may also take locks without end."""
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """The kernel's struct flock on 64-bit machines: type, whence, start, length (0: without end), pid."""
 
@@ -76,11 +79,14 @@ def attached_processes(fd: int) -> list[AttachedProcess]:
     """Return the processes that have the file of `fd` attached, sorted; not those counted on `fd`'s own description.
 
     A process of this pid namespace that has ended is left out: its lock may live on in the mapping that its forked
-    children inherited, and these hold locks of their own.
+    children inherited, and these hold locks of their own. Where there are so many that counting them takes long, thousands
+    of them, some are left out, too.
     """
     found = []
     ranges = [(READERS, 1 << 63)]
-    while ranges:  # the kernel names any lock of a range, so look again on both sides of each
+    until_s = time.thread_time() + _LOOK_CPU_S
+    while ranges and time.thread_time() < until_s:
+        # The kernel names any lock of a range, so look again on both sides of each.
         start, stop = ranges.pop()
         lock = _conflicting_lock(fd, start, stop)
         if lock is not None:

@@ -236,11 +236,12 @@ class RetiredSegment:
 
 @dataclass(frozen=True, slots=True)
 class StatusReport:
-    """The daemon and its datasets. `private_nbytes` is the daemon's own memory, the segments not counted."""
+    """The daemon and its datasets. `tcp_endpoint` is empty where it only listens on this node. `private_nbytes` is the daemon's own memory, the segments not counted."""
 
     daemon_version: str
     pid: int
     endpoint: str
+    tcp_endpoint: str
     shm_dir: str
     uptime_seconds: float
     private_nbytes: int

@@ -18,9 +18,19 @@ __all__ = ["RemoteOffsets"]
 class RemoteOffsets:
     """The daemon's answers for one dataset, over one connection per process."""
 
-    def __init__(self, path: str, timeout_s: float, *, name: str, nonce: bytes, block_size: int, stride: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        timeout_s: float,
+        *,
+        name: str,
+        nonce: bytes,
+        block_size: int,
+        stride: int,
+        keys: str | None = None,
+    ) -> None:
         """Prepare to ask the daemon at `path` about the segment `nonce` of the dataset `name`."""
-        self._connection = Connection(path, timeout_s)
+        self._connection = Connection(path, timeout_s, keys)
         self._name = name
         self._nonce = nonce
         self._block_size = block_size

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .errors import BlockSizeError, ConfigError, ProtocolError, SegmentFormatError
 from .indices import Indexed, Int64s
-from .layout import Array, Column, Description, is_shape
+from .layout import MAX_DIMENSIONS, Array, Column, Description, is_shape
 
 __all__ = ["Int64s", "Samples", "find_column", "open_samples"]
 
@@ -281,10 +281,10 @@ def _window_reader(values: NDArray[Any], block_size: int, stride: int) -> Sample
 def _shape_of(name: str, index: int, length: int, shapes: Int64s, shape_offsets: Int64s) -> list[int]:
     """Return the shape that sample `index`, of `length` items, has in an N-d ragged column."""
     start, stop = shape_offsets[index : index + 2].tolist()
-    if not 0 <= start <= stop <= len(shapes):
+    if not 0 <= start <= stop <= len(shapes) or stop - start > MAX_DIMENSIONS:
         raise _misshapen(name, index, length, f"[{start}, {stop}) of {len(shapes)} extents")
     shape: list[int] = shapes[start:stop].tolist()
-    if math.prod(shape) != length or not is_shape(shape):
+    if not is_shape(shape) or math.prod(shape) != length:
         raise _misshapen(name, index, length, shape)
     return shape
 

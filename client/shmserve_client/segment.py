@@ -23,6 +23,7 @@ __all__ = ["Segment", "open_segment", "read_prefix", "segment_filename"]
 
 _MAX_SLUG: Final = 64
 _DESCRIPTOR: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+_OWNER: Final = re.compile(r"shmserve-([0-9]+)-")
 
 
 def segment_filename(name: str, nonce: bytes) -> str:
@@ -42,8 +43,17 @@ def open_segment(path: str) -> int:
     """
     no_link = 0 if _DESCRIPTOR.fullmatch(path) else os.O_NOFOLLOW
     try:
-        # O_NONBLOCK: a FIFO of that name would otherwise wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | no_link)
+        # Found first and opened then: to open a device, or a FIFO, may do something.
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC | no_link)
+        try:
+            if not stat.S_ISREG(os.fstat(found).st_mode):
+                raise SegmentFormatError(f"{path} is not a regular file, so not a segment")
+            # O_NONBLOCK: its owner may hold a lease on it, which would have to end first.
+            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        finally:
+            os.close(found)
+    except SegmentFormatError:
+        raise
     except FileNotFoundError as error:
         raise SegmentNotFoundError(
             f"no segment at {path}: its daemon has ended, or this process has another shm directory than the daemon "
@@ -52,10 +62,6 @@ def open_segment(path: str) -> int:
     except (OSError, ValueError) as error:  # ValueError: the path holds a NUL
         reason = error.strerror if isinstance(error, OSError) else error
         raise SegmentNotFoundError(f"cannot open the segment at {path!r}: {reason}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise SegmentFormatError(f"{path} is not a regular file, so not a segment")
-    return fd
 
 
 def read_prefix(fd: int) -> tuple[Header, Description]:
@@ -77,6 +83,15 @@ def _identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def _is_owned_as_named(fd: int, path: str) -> bool:
+    """Return whether the file belongs to the user in its name, or to this one, whose number containers may differ on.
+
+    Whoever may read a segment knows its nonce, and could put a file of their own under a name that its daemon removed.
+    """
+    named = _OWNER.match(os.path.basename(path))
+    return named is None or os.fstat(fd).st_uid in (int(named[1]), os.geteuid())
+
+
 class Segment:
     """A segment that this process has attached: one object per path and nonce, however many ask for it.
 
@@ -91,7 +106,7 @@ class Segment:
         self._fd = fd  # kept for forked children, which open the file again through it
         self._identity = _identity(fd)
         self.header, self.description = read_prefix(fd)
-        if self.header.nonce != nonce:
+        if self.header.nonce != nonce or not _is_owned_as_named(fd, path):
             raise SegmentNotFoundError(
                 f"the segment at {path} is another one than the daemon's: this process has another shm directory than "
                 "the daemon (containers: share it with --ipc or a common volume), or the dataset was loaded anew"

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .admission import check_room, shortage
+from .checksums import ChunkSums
 from .errors import ConfigError, VocabularyError
-from .filling import Filling, Span, ValueCheck
+from .filling import Filling, Span, ValueCheck, WindowCheck
 from .layout import (
     DESCRIPTION_OFFSET,
     DTYPES,
@@ -36,7 +37,7 @@ from .locks import take_owner_lock
 from .owned import OwnedSegment, set_readers
 from .segment import segment_filename
 
-__all__ = ["Piece", "Values", "write_segment"]
+__all__ = ["Piece", "Values", "place_pieces", "write_segment"]
 
 
 class Piece(ABC):
@@ -90,7 +91,7 @@ def write_segment(
     After an exception of any kind nothing is left of it.
 
     Args:
-        description: what it holds; the offsets of its arrays are set here.
+        description: what it holds; the offsets of its arrays are set here, and its checksums taken if it has some.
         pieces: for each of `description.all_arrays()`, in that order, the pieces whose bytes follow each other in it.
         shm_dir: a directory on a tmpfs.
         progress: called with the bytes done and in all, from the writer's threads, one call at a time.
@@ -108,10 +109,18 @@ def write_segment(
         VocabularyError: a value outside the vocabulary; the first of all is named.
     """
     placed, data_offset, total_nbytes = place_arrays(description)
-    spans = _spans(placed.all_arrays(), pieces)
-    check = None if vocab_size is None else _value_check(placed, spans, vocab_size)
+    spans = place_pieces(placed.all_arrays(), pieces)
+    checks: list[WindowCheck] = []
+    if vocab_size is not None:
+        checks.append(_value_check(placed, spans, vocab_size))
+    sums = None
+    if placed.checksums is not None:
+        sums = ChunkSums(data_offset, placed.checksums.values.offset)
+        checks.append(sums)
     nonce = secrets.token_bytes(NONCE_NBYTES)
-    prefix = encode_prefix(placed, data_offset=data_offset, total_nbytes=total_nbytes, nonce=nonce, generation=generation)
+    prefix = encode_prefix(
+        placed, data_offset=data_offset, total_nbytes=total_nbytes, nonce=nonce, generation=generation
+    )
     # Judged as a reader will judge it, before there is anything to take back.
     decode_description(prefix[DESCRIPTION_OFFSET:], decode_header(prefix, total_nbytes))
     # The rest up to the data is a hole, which takes no memory, so that a tiny dataset stays tiny.
@@ -126,12 +135,14 @@ def write_segment(
             start=data_offset,
             total_nbytes=total_nbytes,
             spans=spans,
-            check=check,
+            checks=checks,
             check_room=partial(check_room, shm_dir=shm_dir, loading=True),
             progress=progress,
             cancelled=cancelled,
         )
         filling.run()
+        if sums is not None:
+            os.pwrite(fd, sums.sealed(), sums.stop)
         os.pwrite(fd, prefix, 0)
         set_readers(fd, gid)
         path = os.path.join(shm_dir, segment_filename(description.name, nonce))
@@ -153,8 +164,8 @@ def write_segment(
             os.close(fd)
 
 
-def _spans(arrays: Sequence[Array], pieces: Sequence[Sequence[Piece]]) -> list[Span]:
-    """Return where in the file each piece goes, in ascending order."""
+def place_pieces(arrays: Sequence[Array], pieces: Sequence[Sequence[Piece]]) -> list[Span]:
+    """Return where in the file the pieces of each array go, in ascending order."""
     spans = []
     for array, of_array in zip(arrays, pieces, strict=True):
         start = array.offset

@@ -11,10 +11,12 @@ import sys
 
 import click
 
+from shmserve.progress import settle
 from shmserve_client.version import __version__
 
 from .demo import demo
 from .inspect import inspect
+from .keys import keys
 from .manage import load, reload, unload
 from .monitor import monitor, plot
 from .options import Group, option
@@ -22,6 +24,7 @@ from .owner import gc, stop
 from .query import lookup, ls
 from .start import start
 from .status import status
+from .verify import verify
 
 __all__ = ["cli", "main"]
 
@@ -38,7 +41,7 @@ def cli(log_level: str) -> None:
     )
 
 
-for command in (start, stop, load, reload, unload, status, ls, lookup, inspect, monitor, plot, gc, demo):
+for command in (start, stop, load, reload, unload, status, ls, lookup, inspect, verify, monitor, plot, gc, keys, demo):
     cli.add_command(command)
 
 
@@ -47,4 +50,8 @@ def main() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # it was closed: the next file, such as a segment, would take its number
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    cli(prog_name="shmserve")
+    try:
+        cli(prog_name="shmserve")
+    finally:
+        settle(sys.stdout)
+        settle(sys.stderr)

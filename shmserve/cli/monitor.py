@@ -26,7 +26,7 @@ from shmserve_client.locks import holder_of
 from shmserve_client.monitor import MemorySampler, check_interval, is_running, process_tree, running_process
 from shmserve_client.protocol import DatasetStatus, Status, StatusReport
 
-from .options import Command, ask, endpoint_option, option
+from .options import Command, ask, endpoint_option, keys_option, option
 
 __all__ = ["monitor", "plot"]
 
@@ -60,7 +60,10 @@ def _check_interval(ctx: click.Context, parameter: click.Parameter, value: float
     help="Seconds from row to row, from 0.01 to 86400.",
 )
 @endpoint_option
-def monitor(pids: tuple[int, ...], output: Path | None, interval: float, endpoint: str | None) -> None:
+@keys_option
+def monitor(
+    pids: tuple[int, ...], output: Path | None, interval: float, endpoint: str | None, keys: str | None
+) -> None:
     """Write the memory of the node and of processes over time, as CSV, until interrupted or until they have ended.
 
     The processes are those of the PIDs and all that descend from them; without any, the daemon, without --endpoint
@@ -69,7 +72,7 @@ def monitor(pids: tuple[int, ...], output: Path | None, interval: float, endpoin
     Rows take a tenth of one core's time at most, after the first one: where there are many processes, it looks at them
     in some rows only.
     """
-    watched = _Trees(pids) if pids else _Served(endpoint)
+    watched = _Trees(pids) if pids else _Served(endpoint, keys)
     interrupted = threading.Event()
     signums = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is to go on
@@ -110,8 +113,9 @@ class _Served:
     that hangs or was killed hides nobody.
     """
 
-    def __init__(self, endpoint: str | None) -> None:
+    def __init__(self, endpoint: str | None, keys: str | None) -> None:
         self._endpoint = endpoint
+        self._keys = keys
         self._daemons: dict[str, list[psutil.Process]] = {}
         self._datasets: dict[str, DatasetStatus] = {}
         """What was served at any time, by the segment's path."""
@@ -129,7 +133,7 @@ class _Served:
             # Not the report's pid: it counts in the daemon's pid namespace.
             holder = holder_of(lock_path(path))
             self._daemons[path] = _running([holder.pid] if holder is not None else [])
-        with Connection(path, timeout_s) as connection:
+        with Connection(path, timeout_s, self._keys) as connection:
             report = ask(connection, Status(), StatusReport)
         self._datasets.update({dataset.path: dataset for dataset in report.datasets if dataset.state == "ready"})
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 import click
 
+from shmserve.progress import harmless
 from shmserve_client.connection import Connection
 from shmserve_client.errors import ProtocolError, ShmserveError, printable
 from shmserve_client.protocol import Message
@@ -23,6 +25,7 @@ __all__ = [
     "echo_json",
     "endpoint_option",
     "json_option",
+    "keys_option",
     "option",
 ]
 
@@ -38,6 +41,9 @@ def option(flag: str, *others: str, **settings: Any) -> Callable[[Decorated], De
 
 
 endpoint_option = option("--endpoint", metavar="ENDPOINT", help="Which daemon.  [default: the first that is found]")
+keys_option = option(
+    "--keys", metavar="DIR", help="For an endpoint of TCP: the keys of this client, as `shmserve keys` makes them."
+)
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -64,7 +70,9 @@ class FailedError(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         """Write the line."""
-        click.echo(f"error: {printable(self.message)}", file=file, err=file is None)
+        stream = file or sys.stderr
+        with harmless(stream):  # or the exit code would be another
+            click.echo(f"error: {printable(self.message)}", file=stream)
 
 
 def _misused(ctx: click.Context, error: click.UsageError) -> FailedError:

@@ -12,7 +12,7 @@ from shmserve_client.endpoint import find_endpoint
 from shmserve_client.errors import printable
 from shmserve_client.protocol import MAX_INDICES, Attach, Attached, Datasets, List, Lookup, Offsets
 
-from .options import Command, ask, echo_json, endpoint_option, json_option, option
+from .options import Command, ask, echo_json, endpoint_option, json_option, keys_option, option
 
 __all__ = ["lookup", "ls"]
 
@@ -21,10 +21,11 @@ _TIMEOUT_S: Final = 10.0
 
 @click.command(cls=Command)
 @endpoint_option
+@keys_option
 @json_option
-def ls(endpoint: str | None, as_json: bool) -> None:
+def ls(endpoint: str | None, keys: str | None, as_json: bool) -> None:
     """List the names of the datasets of one daemon, those that are still loading included."""
-    with Connection(find_endpoint(endpoint), _TIMEOUT_S) as connection:
+    with Connection(find_endpoint(endpoint), _TIMEOUT_S, keys) as connection:
         names = ask(connection, List(), Datasets).names
     if as_json:
         echo_json(names)
@@ -42,6 +43,7 @@ def ls(endpoint: str | None, as_json: bool) -> None:
     "--stride", type=click.IntRange(1, 2**62 - 1), metavar="S", help="The step from window to window.  [default: B]"
 )
 @endpoint_option
+@keys_option
 @json_option
 def lookup(
     name: str,
@@ -50,10 +52,11 @@ def lookup(
     block_size: int | None,
     stride: int | None,
     endpoint: str | None,
+    keys: str | None,
     as_json: bool,
 ) -> None:
     """Print where samples are: index, offset from the segment's start and size, in bytes."""
-    with Connection(find_endpoint(endpoint), _TIMEOUT_S) as connection:
+    with Connection(find_endpoint(endpoint), _TIMEOUT_S, keys) as connection:
         attached = ask(connection, Attach(name), Attached)
         if block_size is None:
             block_size, stride = attached.block_size, stride or attached.stride

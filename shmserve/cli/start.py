@@ -90,7 +90,10 @@ class _Data(click.types.StringParamType):
 @option("--shm-dir", metavar="DIR", help=f"Where the segments go.  [default: {DEFAULT_SHM_DIR}]")
 @option("--group", metavar="GROUP", help="Let this group read, too.")
 @option("--lock", is_flag=True, default=None, help="Keep the segments from being swapped.")
+@option("--checksums", is_flag=True, default=None, help="Take checksums while loading, for `shmserve verify`.")
 @option("--linger", type=float, metavar="S", help="End when nothing has been attached for S seconds.")
+@option("--tcp", metavar="HOST:PORT", help="Answer clients there, too; port 0 is any free one.")
+@option("--keys", metavar="DIR", help="For --tcp: let in only whose key is in DIR/clients, see `shmserve keys`.")
 @option("--detach/--no-detach", default=False, help="Return when everything is served.")
 @click.option("--ready-fd", type=int, hidden=True)
 @click.pass_context
@@ -130,7 +133,10 @@ def _daemon_config(
     shm_dir: str | None,
     group: str | None,
     lock: bool | None,
+    checksums: bool | None,
     linger: float | None,
+    tcp: str | None,
+    keys: str | None,
 ) -> DaemonConfig:
     """Return what the daemon is to do: the arguments go before the file, and their datasets are added to its."""
     file = read_config_file(config) if config is not None else FileConfig()
@@ -139,13 +145,17 @@ def _daemon_config(
     named = datasets_from_arguments(arguments, options, block_size=block_size, stride=stride)
     endpoint = endpoint or file.endpoint
     group = group or file.group
+    keys = keys or file.keys
     return DaemonConfig(
         datasets=merge_datasets(file.datasets, named),
         endpoint=parse_endpoint(endpoint) if endpoint else default_endpoint(),
         shm_dir=os.path.abspath(shm_dir or file.shm_dir or DEFAULT_SHM_DIR),
         gid=group_id(group) if group else None,
         lock=bool(file.lock if lock is None else lock),
+        checksums=bool(file.checksums if checksums is None else checksums),
         linger_s=file.linger if linger is None else linger,
+        tcp=tcp or file.tcp,
+        keys=os.path.abspath(keys) if keys else None,
     )
 
 

@@ -16,7 +16,7 @@ from shmserve_client.endpoint import find_endpoint, listening, log_path
 from shmserve_client.errors import DaemonUnreachableError, DatasetNotFoundError, ShmserveError, printable
 from shmserve_client.protocol import DatasetStatus, RetiredSegment, Status, StatusReport
 
-from .options import Command, ask, echo_json, endpoint_option, json_option, option
+from .options import Command, ask, echo_json, endpoint_option, json_option, keys_option, option
 
 __all__ = ["status"]
 
@@ -27,12 +27,15 @@ _POLL_S: Final = 0.1
 @click.command(cls=Command)
 @click.argument("name", required=False)
 @endpoint_option
+@keys_option
 @json_option
 @option(
     "--wait", type=click.FloatRange(min=0), default=0.0, metavar="S", help="Wait up to S seconds until it is served."
 )
 @click.pass_context
-def status(ctx: click.Context, name: str | None, endpoint: str | None, as_json: bool, wait: float) -> None:
+def status(
+    ctx: click.Context, name: str | None, endpoint: str | None, keys: str | None, as_json: bool, wait: float
+) -> None:
     """Show the daemon, its datasets, and what each process that has one attached holds in memory.
 
     Exits with 0 only when everything (or NAME) is served.
@@ -40,7 +43,7 @@ def status(ctx: click.Context, name: str | None, endpoint: str | None, as_json: 
     Without --endpoint those that from_path started are shown as well; the default daemon has to be there all the same,
     unless they serve NAME.
     """
-    reports, errors = _wait_for_reports(name, endpoint, wait)
+    reports, errors = _wait_for_reports(name, endpoint, keys, wait)
     is_served = not errors and all(dataset.state == "ready" for report in reports for dataset in report.datasets)
     if as_json:
         first, *others = map(_as_record, reports)
@@ -54,14 +57,14 @@ def status(ctx: click.Context, name: str | None, endpoint: str | None, as_json: 
 
 
 def _wait_for_reports(
-    name: str | None, endpoint: str | None, wait_s: float
+    name: str | None, endpoint: str | None, keys: str | None, wait_s: float
 ) -> tuple[list[StatusReport], list[ShmserveError]]:
     """Return the first reports in which nothing is loading, or the last ones that came within `wait_s` seconds."""
     deadline_s = time.monotonic() + wait_s
     while True:
         timeout_s = max(1.0, min(_TIMEOUT_S, deadline_s - time.monotonic()))
         try:
-            reports, errors = _ask_all(endpoint, name, timeout_s)
+            reports, errors = _ask_all(endpoint, keys, name, timeout_s)
             loading = any(dataset.state == "loading" for report in reports for dataset in report.datasets)
             if time.monotonic() >= deadline_s or not (loading or errors):
                 return reports, errors
@@ -72,7 +75,7 @@ def _wait_for_reports(
 
 
 def _ask_all(
-    endpoint: str | None, name: str | None, timeout_s: float
+    endpoint: str | None, keys: str | None, name: str | None, timeout_s: float
 ) -> tuple[list[StatusReport], list[ShmserveError]]:
     """Return the reports of the daemon at `endpoint`, or of all of this user's, and what went wrong with some of them.
 
@@ -89,7 +92,7 @@ def _ask_all(
         (errors if name is None else absent).append(error)
     for path in paths:
         try:
-            with Connection(path, timeout_s) as connection:
+            with Connection(path, timeout_s, keys) as connection:
                 reports.append(ask(connection, Status(name), StatusReport))
         except ShmserveError as error:
             has_ended = isinstance(error, DaemonUnreachableError) and not listening(path)
@@ -111,7 +114,7 @@ def _as_record(report: StatusReport) -> dict[str, Any]:
 def _describe_report(report: StatusReport) -> str:
     uptime, memory = duration(report.uptime_seconds), size(report.private_nbytes)
     lines = [
-        f"daemon ipc://{report.endpoint}",
+        f"daemon ipc://{report.endpoint}" + (f" and {report.tcp_endpoint}" if report.tcp_endpoint else ""),
         f"  pid {report.pid}, version {report.daemon_version}, up {uptime}, {memory} of its own memory",
     ]
     if is_in_use(log_path(report.endpoint)):

@@ -43,7 +43,7 @@ def missing(path: Path, remark: str = "") -> ShmserveError:
     """Return the error for a `path` where a file should be and is none; `remark` goes on where there is nothing."""
     try:
         mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have a name with a NUL in it
         return SourceNotFoundError(f"{path}: no such file{remark}")
     except OSError as error:
         return SourceFormatError(f"{path}: cannot be read: {error.strerror}")

@@ -30,6 +30,8 @@ SAMPLED_WORDS: Final = 4096
 SMALLEST_GUESS_WORDS: Final = 64
 MAX_ROW_LENGTH: Final = 1 << 16
 """Of OLMo's bounds, which go on with names and paths."""
+MAX_EMPTY_ROWS: Final = 1 << 20
+"""Of the same. A compressed file of 1 MB can be of 10^9 blank lines, or of as many empty documents."""
 TINY: Final = 16
 """The upper 16 bits of a 32-bit token id stay below this for any vocabulary under 2^20."""
 
@@ -103,6 +105,10 @@ def _documents(bounds: Path, tokens: int) -> RaggedPlan:
             for number, row in enumerate(iter(lambda: rows.readline(MAX_ROW_LENGTH), ""), 1):
                 if len(row) == MAX_ROW_LENGTH:
                     raise SourceFormatError(f"{bounds}: row {number} has {MAX_ROW_LENGTH} characters or more")
+                if number > tokens + MAX_EMPTY_ROWS:
+                    raise SourceFormatError(
+                        f"{bounds}: more than {tokens + MAX_EMPTY_ROWS} rows, but the file beside it has {tokens} tokens"
+                    )
                 if row.isspace():
                     continue
                 start, stop = map(int, row.split(",", 2)[:2])

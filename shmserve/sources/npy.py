@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -58,7 +59,8 @@ class NpyArray(Source):
 
     def _header(self) -> tuple[tuple[int, ...], bool, np.dtype[np.generic], int]:
         """Return (shape, whether in Fortran order, dtype as stored, where the values start)."""
-        with self.values.open("rb") as file:
+        with self.values.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what Python 2 wrote, or of what a damaged header is as Python
             try:
                 version = np.lib.format.read_magic(file)
                 if version == (1, 0):
@@ -67,6 +69,8 @@ class NpyArray(Source):
                     shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
                 else:
                     raise ValueError(f"version {version[0]}.{version[1]} is not supported")
+                if bool in map(type, shape):
+                    raise ValueError(f"shape {shape} has a bool")
             except OSError:
                 raise
             except Exception as error:  # numpy evaluates the header as Python, and passes on what that raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Final
@@ -156,7 +157,7 @@ def _is_shard_of_index(path: Path) -> bool:
     index = path.parent / "index.json"
     if not index.is_file() or index.stat().st_size > _MAX_JSON_NBYTES:
         return False
-    return f'"{path.name}"'.encode() in index.read_bytes()
+    return b'"%b"' % os.fsencode(path.name) in index.read_bytes()
 
 
 def _is_text(sample: bytes) -> bool:
