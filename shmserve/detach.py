@@ -36,7 +36,7 @@ def start_detached(args: Sequence[str], endpoint: str) -> None:
             log_fd = _open_log(log)
             try:
                 daemon = subprocess.Popen(
-                    [sys.executable, "-m", "shmserve", *args, "--ready-fd", str(sender)],
+                    [sys.executable, "-P", "-m", "shmserve", *args, "--ready-fd", str(sender)],
                     stdin=subprocess.DEVNULL,
                     stdout=log_fd,
                     stderr=log_fd,

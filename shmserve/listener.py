@@ -85,7 +85,11 @@ class Listener(ABC):
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # with a limit, libzmq's threads wait for us, and we for them in bind()
         self._monitor.connect(address)
-        self._bind(router)
+        try:
+            self._bind(router)
+        except BaseException:
+            self._close_socket(0)  # else the context would wait for it when it ends
+            raise
 
     @abstractmethod
     def _bind(self, router: _Socket) -> None:
@@ -201,7 +205,8 @@ class LocalListener(Listener):
         try:
             router.bind(f"ipc://{self._path}")  # in the place of whatever socket lies there
         except zmq.ZMQError as error:
-            raise EndpointError(f"cannot listen at {self._path}: {error}: choose another --endpoint") from error
+            reason = zmq.strerror(error.errno or 0)  # to its own text, pyzmq adds the address
+            raise EndpointError(f"cannot listen at {self._path}: {reason}: choose another --endpoint") from error
         finally:
             os.umask(previous)
         if self._gid is not None:
@@ -259,7 +264,8 @@ class TcpListener(Listener):
         try:
             router.bind(self.endpoint)
         except zmq.ZMQError as error:
-            raise EndpointError(f"cannot listen at {self.endpoint}: {error}: choose another --tcp") from error
+            reason = zmq.strerror(error.errno or 0)  # to its own text, pyzmq adds the address
+            raise EndpointError(f"cannot listen at {self.endpoint}: {reason}: choose another --tcp") from error
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)  # a port of its own choice stays the same
 
     def sources(self) -> list[Any]:

@@ -235,6 +235,7 @@ def real_limit() -> Iterator[Path]:
         group.rmdir()
 
 
+@pytest.mark.promise("F1")
 def test_a_real_limit_of_the_cgroup_is_seen(real_limit, shm_dir):
     done = run_python(
         """

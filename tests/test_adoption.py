@@ -52,6 +52,7 @@ def corpus(tmp_path: Path) -> Path:
     return write_tokens(tmp_path / "corpus.bin")
 
 
+@pytest.mark.promise("F3")
 def test_the_next_start_adopts_what_a_killed_daemon_left(serve: Serve, corpus: Path) -> None:
     killed = serve("--data", corpus)
     before = only(killed)
@@ -135,6 +136,7 @@ def other_name(corpus: Path) -> list[object]:
     return ["--data", f"other={corpus}"]
 
 
+@pytest.mark.promise("F30")
 @pytest.mark.parametrize("change", [rewrite, touch, replace, other_option, other_name])
 def test_what_does_not_fit_is_loaded_anew_and_the_old_removed(
     serve: Serve, corpus: Path, change: Callable[[Path], list[object]]
@@ -195,6 +197,7 @@ def test_two_starts_at_once_share_one_orphan_without_a_quarrel(serve: Serve, cor
     assert len(daemons[0].segments()) == 3
 
 
+@pytest.mark.promise("F3")
 def test_the_segment_of_a_live_daemon_is_never_adopted_nor_collected(
     serve: Serve, corpus: Path, runtime_dir: Path, shm_dir: Path, run_gc: RunGc
 ) -> None:
@@ -230,6 +233,7 @@ def empty(_: bytes) -> bytes:
     return b""
 
 
+@pytest.mark.promise("F5")
 @pytest.mark.parametrize("make", [damaged, other_version, truncated, random_bytes, empty])
 def test_rubbish_under_the_expected_name_is_replaced(
     serve: Serve, corpus: Path, make: Callable[[bytes], bytes]
@@ -246,6 +250,7 @@ def test_rubbish_under_the_expected_name_is_replaced(
     assert tokens_of(attach(again)) == list(range(1000))
 
 
+@pytest.mark.promise("F5")
 def test_what_is_no_file_of_ours_is_left_alone(
     serve: Serve, corpus: Path, shm_dir: Path, tmp_path: Path, run_gc: RunGc
 ) -> None:

@@ -101,6 +101,7 @@ def test_replies_to_other_requests_are_dropped(path: Path) -> None:
         assert [client.request(List()) for _ in range(5)] == [Datasets([str(i + 1)]) for i in range(5)]
 
 
+@pytest.mark.promise("F13")
 def test_a_late_reply_is_not_the_next_requests(path: Path) -> None:
     answered = threading.Event()
 
@@ -306,6 +307,7 @@ def test_a_forked_child_has_a_connection_of_its_own(path: Path) -> None:
         assert client.request(Hello("0.1.0")) == WELCOME
 
 
+@pytest.mark.promise("F16")
 def test_an_interpreter_exits_at_once_with_an_open_connection(path: Path) -> None:
     with FakeDaemon(path, welcome):
         done = run_python(
@@ -340,6 +342,7 @@ def test_attaching_gives_up_in_time(path: Path) -> None:
         assert time.monotonic() - started_s < 3
 
 
+@pytest.mark.promise("F1")
 def test_attaching_notices_a_daemon_that_fails_to_load(path: Path) -> None:
     loading = Failure("dataset-not-ready", "'corpus' is still loading, 35 %")
     daemon = FakeDaemon(path, answering(lambda request: loading))

@@ -95,6 +95,7 @@ def test_a_dataset_is_like_a_list(served: Served) -> None:
     assert repr(ds) == "ShmDataset('corpus', 4 samples)"
 
 
+@pytest.mark.promise("F21")
 def test_iteration_ends_however_it_is_done(served: Served) -> None:
     served.columns({"tokens": RAGGED})
     ds = served.open()
@@ -259,6 +260,7 @@ def test_reading_asks_the_daemon_nothing(served: Served) -> None:
     assert served.daemon.requests == []
 
 
+@pytest.mark.promise("F17")
 def test_samples_outlive_the_dataset(served: Served) -> None:
     served.columns({"tokens": RAGGED})
     ds = served.open()
@@ -283,6 +285,7 @@ def test_samples_outlive_the_dataset(served: Served) -> None:
         os.close(fd)
 
 
+@pytest.mark.promise("F17")
 def test_writing_in_place_stays_in_this_process(served: Served) -> None:
     served.columns({"tokens": RAGGED})
     ds = served.open()
@@ -292,6 +295,7 @@ def test_writing_in_place_stays_in_this_process(served: Served) -> None:
     assert Path(ds.info.path).read_bytes() == before
 
 
+@pytest.mark.promise("F11")
 def test_a_pickle_is_small_and_keeps_the_options(served: Served) -> None:
     served.columns({"tokens": RAGGED})
     options = {
@@ -400,6 +404,7 @@ def test_what_the_daemon_refuses_is_raised(runtime_dir: Path, failure: Failure, 
         ShmDataset("corpus", endpoint=daemon.path, timeout=0.2)
 
 
+@pytest.mark.promise("F6")
 def test_another_shm_directory_is_an_error(served: Served, tmp_path: Path) -> None:
     served.columns({"tokens": RAGGED})
     ds = served.open()

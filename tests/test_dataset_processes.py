@@ -46,6 +46,7 @@ def read_all(dataset: ShmDataset, method: str, **options: Any) -> list[list[int]
 EXPECTED = np.arange(COUNT * WIDTH).reshape(COUNT, WIDTH).tolist()
 
 
+@pytest.mark.promise("F12")
 @pytest.mark.parametrize("lookup", ["shared", "daemon"])
 @pytest.mark.parametrize("method", START_METHODS)
 def test_workers_read_after_the_parent_has(serve: Serve, corpus: Path, method: str, lookup: str) -> None:
@@ -72,6 +73,7 @@ def pid_of_worker(sample: torch.Tensor) -> torch.Tensor:
     return torch.tensor([os.getpid(), int(sample[0])])
 
 
+@pytest.mark.promise("F11")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_workers_are_counted_and_hold_no_copy(serve: Serve, corpus: Path, method: str) -> None:
     daemon = serve("--data", corpus)
@@ -127,6 +129,7 @@ def remove_segments(daemon: Daemon) -> None:
         segment.unlink()
 
 
+@pytest.mark.promise("F13")
 def test_in_workers_too_a_missing_daemon_is_an_error_in_time(serve: Serve, corpus: Path) -> None:
     daemon = serve("--data", corpus)
     dataset = ShmDataset("corpus", endpoint=daemon.endpoint, lookup="daemon", timeout=2.0)
@@ -154,6 +157,7 @@ def test_a_copy_whose_segment_is_gone_says_so(serve: Serve, corpus: Path) -> Non
         copied[0]
 
 
+@pytest.mark.promise("F13")
 def test_a_stopped_daemon_delays_and_never_swaps_a_reply(serve: Serve, corpus: Path) -> None:
     daemon = serve("--data", corpus)
     dataset = ShmDataset("corpus", endpoint=daemon.endpoint, lookup="daemon", timeout=0.5)
@@ -177,6 +181,7 @@ def answers(dataset: ShmDataset) -> bool:
         return False
 
 
+@pytest.mark.promise("F13")
 def test_a_restarted_daemon_answers_an_open_dataset(serve: Serve, corpus: Path) -> None:
     daemon = serve("--data", corpus)
     dataset = ShmDataset("corpus", endpoint=daemon.endpoint, lookup="daemon", timeout=10.0)
@@ -190,6 +195,7 @@ def test_a_restarted_daemon_answers_an_open_dataset(serve: Serve, corpus: Path) 
     dataset.close()
 
 
+@pytest.mark.promise("F2")
 def test_a_rank_that_ends_badly_says_nothing_and_disturbs_nobody(serve: Serve, corpus: Path, tmp_path: Path) -> None:
     daemon = serve("--data", corpus)
     dataset = ShmDataset("corpus", endpoint=daemon.endpoint)
@@ -210,6 +216,7 @@ def test_a_rank_that_ends_badly_says_nothing_and_disturbs_nobody(serve: Serve, c
     dataset.close()
 
 
+@pytest.mark.promise("F7")
 def test_many_processes_attach_at_once(serve: Serve, corpus: Path, tmp_path: Path) -> None:
     daemon = serve("--data", corpus)
     program = f"""
@@ -225,6 +232,7 @@ def test_many_processes_attach_at_once(serve: Serve, corpus: Path, tmp_path: Pat
             child.close()
 
 
+@pytest.mark.promise("F32")
 def test_attaching_takes_no_time_that_depends_on_the_size(serve: Serve, tmp_path: Path) -> None:
     times_s = {}
     for count in (1_000, 4_000_000):
@@ -242,6 +250,7 @@ def test_attaching_takes_no_time_that_depends_on_the_size(serve: Serve, tmp_path
     assert times_s[4_000_000] < 0.005 + 2 * times_s[1_000], times_s
 
 
+@pytest.mark.promise("F33")
 def test_memory_descriptors_and_mappings_stay_flat_over_epochs(serve: Serve, corpus: Path) -> None:
     daemon = serve("--data", corpus)
     done = run_python(f"""

@@ -113,6 +113,7 @@ def test_the_daemon_is_on_its_own(embedded: Embedded, corpus: Path) -> None:
         assert "corpus" in Path(log).read_text()
 
 
+@pytest.mark.promise("F7")
 def test_many_processes_share_one_daemon_and_one_load(embedded: Embedded, corpus: Path, tmp_path: Path) -> None:
     count = 32
     program = """

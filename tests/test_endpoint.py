@@ -64,6 +64,7 @@ def test_the_longest_path_still_makes_both_sockets(runtime_dir: Path) -> None:
         os.unlink(path)
 
 
+@pytest.mark.promise("F15")
 def test_a_longer_path_is_refused_with_both_numbers() -> None:
     with pytest.raises(EndpointError, match=r"has 104 bytes, a socket's path may have 103"):
         endpoint.parse_endpoint("/" + "x" * 103)
@@ -86,6 +87,7 @@ def test_the_runtime_directory_comes_first(runtime_dir: Path, monkeypatch: pytes
     assert endpoint.default_endpoint() == "/run/mine.sock"
 
 
+@pytest.mark.promise("F15")
 def test_a_directory_that_is_missing_or_too_long_is_passed_over(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> Non
         endpoint.ensure_directory(str(folder))
 
 
+@pytest.mark.promise("F19")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_a_directory_of_another_user_is_refused_by_daemon_and_client(runtime_dir: Path, listener: Path) -> None:
     assert endpoint.find_endpoint() == str(listener)

@@ -147,6 +147,7 @@ def _difference(name: str, case: Case) -> str:
     return ""
 
 
+@pytest.mark.promise("F23", "F25")
 def test_every_fixture_is_served_as_its_writer_meant_it(serve: Callable[..., Daemon], tmp_path: Path) -> None:
     config = tmp_path / "node.toml"
     config.write_text(_config())

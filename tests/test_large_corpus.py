@@ -52,6 +52,7 @@ def tokens_of(index: int) -> np.ndarray:
     return (np.arange(index % LONGEST + 1) * 997 + index % 60_000 + 1).astype("<u2")
 
 
+@pytest.mark.promise("F22", "F32")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_hundred_million_sequences(tmp_path, serve):

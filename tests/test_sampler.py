@@ -73,6 +73,7 @@ def test_shuffled_shares_are_the_same_positions_of_one_order(length: int, world_
     assert shuffled == [order[position] for position in in_order]
 
 
+@pytest.mark.promise("F31")
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     sampler = DistributedSampler(range(1000), 1, 0, seed=1)
     first = list(sampler)
@@ -90,6 +91,7 @@ def test_chunks_join_without_a_seam() -> None:
     assert dealt(shares(50_001, 2)) == [*order, order[0]]
 
 
+@pytest.mark.promise("F31")
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
 @settings(deadline=None)  # the machine may be busy
@@ -139,6 +141,7 @@ def test_an_epoch_stopped_again_and_again_has_each_sample_once(
     assert end[0].state_dict()["consumed"] == length
 
 
+@pytest.mark.promise("F31")
 def test_three_stops_in_one_epoch() -> None:
     state = DistributedSampler(range(1000), 4, 0, seed=7).state_dict()
     seen: list[int] = []
@@ -256,6 +259,7 @@ def test_impossible_arguments_are_refused() -> None:
         DistributedSampler(range(10), 2, 2)
 
 
+@pytest.mark.promise("F31")
 def test_memory_does_not_grow_with_the_dataset() -> None:
     sampler = DistributedSampler(range(10**9), 8, 3)
     assert len(pickle.dumps(sampler)) < 1024

@@ -123,6 +123,7 @@ def test_empty_data_has_no_windows() -> None:
         ragged([]).open(block_size=1)[0]
 
 
+@pytest.mark.promise("F28")
 def test_too_short_data_is_told_with_both_numbers() -> None:
     samples = ragged([3, 2]).open(block_size=8)
     with pytest.raises(
@@ -143,11 +144,13 @@ def test_a_stream_has_samples_only_through_a_block_size() -> None:
             ragged([1]).open(**wrong)
 
 
+@pytest.mark.promise("F21")
 @pytest.mark.parametrize("index", [2, np.int64(2), np.uint8(2), np.int16(-3), -3, torch.tensor(2), np.array(2)])
 def test_every_integer_is_an_index(index: object) -> None:
     assert ragged([1, 1, 3, 0, 2]).open()[index].tolist() == [2, 3, 4]
 
 
+@pytest.mark.promise("F21")
 def test_indices_are_as_a_lists() -> None:
     samples, expected = ragged([1, 0, 2, 3]).open(), [[0], [], [1, 2], [3, 4, 5]]
     assert samples[True].tolist() == expected[True]

@@ -117,6 +117,7 @@ def test_two_datasets_in_one_daemon(serve: Serve, tmp_path: Path) -> None:
     assert daemon.stdout.endswith(f" on {daemon.endpoint} (pid {daemon.pid})\n")
 
 
+@pytest.mark.promise("shutdown")
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_and_leaves_nothing(serve: Serve, signum: signal.Signals) -> None:
     daemon = serve("--data", RAGGED)
@@ -138,6 +139,7 @@ def test_under_nohup_a_hangup_does_not_end_it(runtime_dir: Path, shm_dir: Path, 
             assert isinstance(connection.request(Hello("test")), Welcome)
 
 
+@pytest.mark.promise("shutdown")
 def test_it_answers_while_it_loads_and_ends_in_the_middle(serve: Serve, tmp_path: Path) -> None:
     daemon = serve("--data", write_sparse(tmp_path / "large.bin", A_LONG_LOAD_NBYTES), wait=False)
     wait_until(daemon.socket.exists, what="the socket")
@@ -168,6 +170,7 @@ def test_a_kill_while_loading_leaves_no_memory_behind(serve: Serve, tmp_path: Pa
     assert again.status().datasets[0].state == "ready"
 
 
+@pytest.mark.promise("shutdown")
 def test_a_loader_that_hangs_does_not_keep_it(runtime_dir: Path, shm_dir: Path, tmp_path: Path) -> None:
     program = """
         import sys, threading, time
@@ -210,6 +213,7 @@ def test_a_look_at_the_source_that_hangs_holds_up_nobody(runtime_dir: Path, shm_
         assert daemon.wait(timeout_s=2.0) == 0
 
 
+@pytest.mark.promise("F14")
 def test_a_second_daemon_is_refused_and_the_first_serves_on(serve: Serve) -> None:
     daemon = serve("--data", RAGGED)
     second = run_cli("start", "--data", RAGGED, "--endpoint", daemon.endpoint, "--shm-dir", daemon.shm_dir)
@@ -229,6 +233,7 @@ def test_two_daemons_at_two_endpoints_leave_each_other_alone(serve: Serve, runti
     assert is_serving(first)
 
 
+@pytest.mark.promise("F14")
 def test_a_socket_left_by_a_killed_daemon_is_in_nobodys_way(serve: Serve) -> None:
     serve("--data", RAGGED).kill()
     daemon = serve("--data", RAGGED)
@@ -247,6 +252,7 @@ def test_a_file_in_the_place_of_the_socket_is_refused_and_kept(runtime_dir: Path
     assert os.listdir(folder) == ["corpus.bin"]
 
 
+@pytest.mark.promise("F19")
 def test_nobody_else_can_reach_it(serve: Serve, runtime_dir: Path) -> None:
     daemon = serve("--data", RAGGED)
     assert _mode(runtime_dir / "shmserve") == 0o700
@@ -254,6 +260,7 @@ def test_nobody_else_can_reach_it(serve: Serve, runtime_dir: Path) -> None:
     assert [_mode(path) for path in daemon.segments()] == [0o400]
 
 
+@pytest.mark.promise("F19")
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_group_can_read_but_not_command(serve: Serve, runtime_dir: Path, restart: bool) -> None:
     if restart:
@@ -332,6 +339,7 @@ def test_linger_counts_from_readiness(serve: Serve) -> None:
     assert_nothing_left(daemon)
 
 
+@pytest.mark.promise("F34")
 def test_the_owners_verbs_are_not_for_the_clients_socket(serve: Serve) -> None:
     daemon = serve("--data", RAGGED)
     with Connection(daemon.endpoint, 5.0) as connection, pytest.raises(ProtocolError, match="the op 'stop'"):
@@ -341,6 +349,7 @@ def test_the_owners_verbs_are_not_for_the_clients_socket(serve: Serve) -> None:
     assert is_serving(daemon)
 
 
+@pytest.mark.promise("F34")
 @pytest.mark.parametrize("which", ["clients", "owner"])
 def test_random_truncated_and_oversized_frames_leave_it_serving(serve: Serve, which: str) -> None:
     daemon = serve("--data", RAGGED)
@@ -425,6 +434,7 @@ def test_a_reply_that_cannot_be_sent_is_an_error_and_no_end(serve: Serve) -> Non
     assert (number, type(reply)) == (9, Failure)
 
 
+@pytest.mark.promise("shutdown")
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 @pytest.mark.parametrize("how", ["a reader that is gone", "closed"])
 def test_output_that_nobody_takes_does_not_end_it(
@@ -521,6 +531,7 @@ def test_after_the_end_a_client_is_told_at_once(serve: Serve) -> None:
         connection.request(Status())
 
 
+@pytest.mark.promise("F30")
 def test_the_source_is_never_written_and_may_go_once_loaded(serve: Serve, tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "tokens.bin")
     path.chmod(0o400)
@@ -535,6 +546,7 @@ def test_the_source_is_never_written_and_may_go_once_loaded(serve: Serve, tmp_pa
     del segment, tokens
 
 
+@pytest.mark.promise("F29")
 def test_shards_are_joined_in_natural_order_and_the_order_is_said(serve: Serve, tmp_path: Path) -> None:
     for number in (1, 2, 10):
         write_tokens(tmp_path / f"part_{number}.bin", 4, first=number)
@@ -571,6 +583,7 @@ def test_status_as_json_is_the_report(serve: Serve) -> None:
     assert report["datasets"][0]["num_samples"] == len(RAGGED_SAMPLES)
 
 
+@pytest.mark.promise("shutdown")
 def test_signals_that_come_again_change_nothing(serve: Serve) -> None:
     daemon = serve("--data", RAGGED)
     daemon.send_signal(signal.SIGTERM)

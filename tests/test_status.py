@@ -65,6 +65,7 @@ def measured(*args: object) -> dict[str, Any]:
     return dataset
 
 
+@pytest.mark.promise("F8")
 def test_pages_written_in_place_are_counted_and_their_process_is_advised(daemon: Daemon, tmp_path: Path) -> None:
     with using(daemon, tmp_path) as reader, using(daemon, tmp_path, written=5) as writer:
         written = {process["pid"]: process["written_nbytes"] for process in measured()["processes"]}
@@ -76,6 +77,7 @@ def test_pages_written_in_place_are_counted_and_their_process_is_advised(daemon:
     assert "copy=True" in note
 
 
+@pytest.mark.promise("F8")
 def test_the_only_process_does_not_own_the_segment(daemon: Daemon, tmp_path: Path) -> None:
     with using(daemon, tmp_path) as child:
         uss = psutil.Process(child.pid).memory_full_info().uss
@@ -85,6 +87,7 @@ def test_the_only_process_does_not_own_the_segment(daemon: Daemon, tmp_path: Pat
     assert 0 < process["segment_page_tables_nbytes"] < process["page_tables_nbytes"]
 
 
+@pytest.mark.promise("F8")
 def test_the_totals_add_up(daemon: Daemon, tmp_path: Path) -> None:
     with using(daemon, tmp_path), using(daemon, tmp_path):
         dataset = measured()

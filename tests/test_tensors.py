@@ -40,6 +40,7 @@ def served(shm_dir: Path, runtime_dir: Path) -> Iterator[Callable[[NDArray[Any]]
         yield serve
 
 
+@pytest.mark.promise("F27")
 @pytest.mark.parametrize("name", DTYPES)
 def test_by_default_torch_can_compute_with_it(name: str) -> None:
     values = np.array([[0, 1], [1, 1]]).astype(DTYPES[name])
@@ -61,6 +62,7 @@ def test_stored_is_the_stored_dtype_zero_copy(name: str) -> None:
     assert make(values, "stored", private=True).data_ptr() != tensor.data_ptr()
 
 
+@pytest.mark.promise("F27")
 @pytest.mark.parametrize("name", ["uint16", "uint32", "uint64"])
 def test_large_values_survive(name: str) -> None:
     largest = min(np.iinfo(name).max, (1 << 63) - 1)
@@ -129,6 +131,7 @@ def test_what_torch_cannot_convert_to_is_refused_at_once(dtype: torch.dtype) -> 
         tensor_maker(np.dtype(np.uint16), dtype, private=False)
 
 
+@pytest.mark.promise("F17")
 def test_a_transform_works_on_a_copy(served: Callable[[NDArray[Any]], Open]) -> None:
     open_dataset = served(np.arange(6, dtype=np.int32).reshape(3, 2))
     assert [sample.tolist() for sample in open_dataset(transform=torch.Tensor.neg_)] == [[0, -1], [-2, -3], [-4, -5]]

@@ -144,6 +144,7 @@ def test_what_is_whole_is_found_whole(owned):
     assert check(owned).source_files is None
 
 
+@pytest.mark.promise("integrity")
 def test_any_flipped_bit_of_any_array_is_found_and_located(owned):
     """The chunk is named, and what of each array is in it; with the source, the very item."""
     arrays = arrays_of(owned.description)
@@ -300,6 +301,7 @@ def test_a_damaged_description_and_another_segment_are_refused(owned):
 # The source
 
 
+@pytest.mark.promise("integrity")
 def test_a_flipped_bit_of_the_source_is_found_by_reading_it_alone(owned, pair):
     flip(pair, 1001, 4)
     assert check(owned).damaged == []
@@ -391,6 +393,7 @@ def served(daemon: Daemon) -> list[Attached]:
     return [one for one in found if isinstance(one, Attached)]
 
 
+@pytest.mark.promise("integrity")
 def test_every_fixture_as_served_matches_its_checksums_and_its_source(serve: Serve, tmp_path: Path) -> None:
     lines = ["checksums = true"]
     for name, case in CASES.items():
@@ -426,6 +429,7 @@ def test_the_command_says_what_it_compared(serve: Serve) -> None:
     assert (report["damaged"], report["source_files"], report["differences"]) == ([], 2, [])
 
 
+@pytest.mark.promise("integrity")
 def test_the_command_names_what_is_damaged_and_a_reload_mends_it(serve: Serve) -> None:
     daemon = serve("--data", f"corpus={RAGGED}", env={"SHMSERVE_CHECKSUMS": "1"})
     (path,) = daemon.segments()
@@ -469,6 +473,7 @@ def test_the_command_tells_a_changed_source_from_a_changed_segment(serve: Serve,
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.promise("integrity")
 def test_an_adopted_segment_verifies(serve: Serve) -> None:
     first = serve("--data", f"corpus={RAGGED}", "--checksums")
     segments = first.segments()

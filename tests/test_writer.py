@@ -162,6 +162,7 @@ def test_a_tiny_dataset_takes_a_tiny_bit_of_memory(shm_dir):
         assert owned.huge_refusal == ""
 
 
+@pytest.mark.promise("F9")
 def test_memory_taken_is_memory_needed_and_all_of_it_is_there(shm_dir):
     nbytes = 3 * HUGE_PAGE_NBYTES + 100_000
     with published(write_tokens(shm_dir, np.zeros(nbytes, np.uint8))) as owned:
@@ -183,6 +184,7 @@ def test_ids_within_the_vocabulary_pass(shm_dir):
         pass
 
 
+@pytest.mark.promise("F26")
 @pytest.mark.parametrize(
     ("dtype", "bad"), [("uint16", 50_000), ("int32", -1), ("int64", -(1 << 62)), ("int64", 1 << 40)]
 )
@@ -371,6 +373,7 @@ assert os.listdir(sys.argv[1]) == []
     assert "mount -o remount,size=46m" in output
 
 
+@pytest.mark.promise("F1")
 @pytest.mark.parametrize("huge", [True, False])
 def test_a_shortage_while_loading_is_an_error_and_no_signal(tmp_path, huge):
     output = on_small_tmpfs(

@@ -333,14 +333,15 @@ def _check_checksums(checksums: Checksums, header: Header) -> None:
     values = checksums.values
     if (checksums.algorithm, checksums.chunk_nbytes) != (CHECKSUM_ALGORITHM, CHUNK_NBYTES):
         raise SegmentFormatError(
-            f"segment has checksums by {shown(checksums.algorithm)} of each {checksums.chunk_nbytes} bytes, this shmserve "
-            f"knows {CHECKSUM_ALGORITHM} of each {CHUNK_NBYTES}: use the same shmserve version in the daemon and here"
+            f"segment has checksums by {shown(checksums.algorithm)} of each {checksums.chunk_nbytes} bytes, "
+            f"this shmserve knows {CHECKSUM_ALGORITHM} of each {CHUNK_NBYTES}: "
+            "use the same shmserve version in the daemon and here"
         )
     shape = _checksums_shape(values.offset, header.data_offset)
     if (values.dtype, values.shape) != ("uint64", shape) or values.offset + values.nbytes != header.total_nbytes:
         raise SegmentFormatError(
-            f"segment has checksums of the dtype {shown(values.dtype)} and shape {values.shape[:MAX_DIMENSIONS]} at byte "
-            f"{values.offset}, not uint64 of shape {shape} up to its end at {header.total_nbytes}"
+            f"segment has checksums of the dtype {shown(values.dtype)} and shape {values.shape[:MAX_DIMENSIONS]} at "
+            f"byte {values.offset}, not uint64 of shape {shape} up to its end at {header.total_nbytes}"
         )
 
 

@@ -79,8 +79,8 @@ def attached_processes(fd: int) -> list[AttachedProcess]:
     """Return the processes that have the file of `fd` attached, sorted; not those counted on `fd`'s own description.
 
     A process of this pid namespace that has ended is left out: its lock may live on in the mapping that its forked
-    children inherited, and these hold locks of their own. Where there are so many that counting them takes long, thousands
-    of them, some are left out, too.
+    children inherited, and these hold locks of their own. Of many thousands some are left out, so that it takes no
+    longer than `_LOOK_CPU_S`.
     """
     found = []
     ranges = [(READERS, 1 << 63)]

@@ -107,7 +107,7 @@ def _documents(bounds: Path, tokens: int) -> RaggedPlan:
                     raise SourceFormatError(f"{bounds}: row {number} has {MAX_ROW_LENGTH} characters or more")
                 if number > tokens + MAX_EMPTY_ROWS:
                     raise SourceFormatError(
-                        f"{bounds}: more than {tokens + MAX_EMPTY_ROWS} rows, but the file beside it has {tokens} tokens"
+                        f"{bounds}: more than {number - 1} rows, but the file beside it has only {tokens} tokens"
                     )
                 if row.isspace():
                     continue

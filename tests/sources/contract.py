@@ -97,6 +97,7 @@ class SourceContract:
         if "modes" in case.arrays:
             assert arrays(corpus)["modes"] == case.arrays["modes"] * 2
 
+    @pytest.mark.promise("F24")
     @pytest.mark.parametrize("kept", ["all but one byte", "half"])
     def test_truncated_files_are_refused_with_both_sizes(self, case, files, kept):
         for file in files[:2]:

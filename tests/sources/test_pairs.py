@@ -176,6 +176,7 @@ class TestPointers:
         with pytest.raises(SourceFormatError, match=message):
             plan(path)
 
+    @pytest.mark.promise("F22")
     def test_pointers_that_wrapped_are_refused_by_name(self, tmp_path):
         lengths = np.full(5, 1 << 29, np.int64)
         pointers = (np.cumsum(lengths) - lengths).astype(np.int32)
@@ -195,6 +196,7 @@ class TestPointers:
 class TestFloatCodes:
     """Codes 6 and 7 mean float32 to one writer and float64 to another: only the size of the values tells."""
 
+    @pytest.mark.promise("F23")
     @pytest.mark.parametrize("documents", [None, [0, 3]])
     @pytest.mark.parametrize("code", [6, 7])
     @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -235,6 +237,7 @@ class TestFloatCodes:
 
 
 class TestIndex:
+    @pytest.mark.promise("F25")
     def test_empty_fairseq(self, tmp_path):
         corpus = plan(write_pair(tmp_path / "c", [], [], np.zeros(0)))
         assert (corpus.format, corpus.num_samples, samples(corpus)) == ("fairseq-mmap", 0, [])
@@ -313,6 +316,7 @@ class TestHalves:
             shutil.copy(FIXTURES / f"{name}{suffix}", tmp_path / f"{stem}{suffix}")
         return tmp_path / f"{stem}.bin", tmp_path / f"{stem}.idx"
 
+    @pytest.mark.promise("F24")
     def test_a_swapped_pair_is_refused_with_both_sizes(self, tmp_path):
         values, _ = self.copy("written-megatron-core/ragged_uint16", tmp_path)
         shutil.copy(FIXTURES / "written-megatron-core/merged_uint16.bin", values)

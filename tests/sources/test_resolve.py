@@ -36,6 +36,7 @@ def names(*data: Path | str, **options) -> list[str]:
 
 
 class TestNaturalOrder:
+    @pytest.mark.promise("F29")
     @pytest.mark.parametrize(
         "ordered",
         [
@@ -127,6 +128,7 @@ class TestPatterns:
 
 
 class TestPaths:
+    @pytest.mark.promise("F29")
     def test_given_paths_keep_their_order(self, tmp_path):
         first, second, third = write_tokens(tmp_path / "d", "a.bin", "b.bin", "c.bin")
         assert names(third, first, second) == ["c.bin", "a.bin", "b.bin"]
@@ -300,6 +302,7 @@ class TestJoining:
 
 
 class TestLimits:
+    @pytest.mark.promise("F20")
     def test_many_shards_need_few_descriptors(self, tmp_path):
         count = 2500
         tokens = np.arange(2, dtype="<u2")
@@ -313,6 +316,7 @@ class TestLimits:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
+    @pytest.mark.promise("F32")
     @pytest.mark.slow
     @pytest.mark.timeout(300)
     def test_a_hundred_million_sequences_in_seconds_and_little_memory(self, tmp_path):

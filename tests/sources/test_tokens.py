@@ -196,6 +196,7 @@ class TestRaw:
         values.tofile(tmp_path / name)
         return tmp_path / name
 
+    @pytest.mark.promise("F26")
     def test_uint16_is_assumed_and_said(self, tmp_path):
         values = np.array([0, 1, 40000, 65535], "<u2")
         corpus = plan(self.write(tmp_path, values))
@@ -220,10 +221,12 @@ class TestRaw:
     def test_values_that_are_16_bit_are_not_suspected(self, tmp_path, values):
         assert len(plan(self.write(tmp_path, values)).notes) == 1
 
+    @pytest.mark.promise("F25")
     def test_an_empty_file_is_refused(self, tmp_path):
         with pytest.raises(SourceFormatError, match="empty"):
             plan(self.write(tmp_path, np.zeros(0, "<u2")))
 
+    @pytest.mark.promise("F26")
     def test_odd_sizes_are_refused(self, tmp_path):
         path = self.write(tmp_path, np.zeros(7, "u1"))
         with pytest.raises(SourceFormatError, match="7 bytes are not a whole number of uint16"):
