@@ -27,8 +27,8 @@ Serve = Callable[..., Daemon]
 RunGc = Callable[..., subprocess.CompletedProcess[str]]
 
 OPTIONS = {
-    "start": "--data --config --dtype --vocab-size --block-size --stride --endpoint --shm-dir --group --lock --checksums --linger "
-    "--tcp --keys --detach --ready-fd",
+    "start": "--data --config --dtype --vocab-size --block-size --stride --endpoint --shm-dir --group --lock "
+    "--checksums --linger --tcp --keys --detach --ready-fd",
     "stop": "--endpoint",
     "load": "--dtype --vocab-size --block-size --stride --endpoint",
     "reload": "--endpoint",

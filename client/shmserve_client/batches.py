@@ -185,7 +185,7 @@ def _gather(
         shape = (length, *others)
     shape = (len(positions), *shape)
     if not is_shape(shape):
-        raise ConfigError(f"a batch of the shape {list(shape)} is larger than any memory: give fewer samples or a length")
+        raise ConfigError(f"a batch of the shape {list(shape)} is larger than any memory: ask for fewer or a length")
     values = torch.empty(shape, dtype=conversion.target) if out is None else _checked_out(out, shape, conversion.target)
     if conversion.limits is not None:
         _check_values(conversion.limits, samples.values, positions, starts, counts)

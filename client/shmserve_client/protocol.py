@@ -236,7 +236,11 @@ class RetiredSegment:
 
 @dataclass(frozen=True, slots=True)
 class StatusReport:
-    """The daemon and its datasets. `tcp_endpoint` is empty where it only listens on this node. `private_nbytes` is the daemon's own memory, the segments not counted."""
+    """The daemon and its datasets.
+
+    `tcp_endpoint` is empty where clients are answered at `endpoint` alone. `private_nbytes` is the daemon's own memory,
+    the segments not counted.
+    """
 
     daemon_version: str
     pid: int
