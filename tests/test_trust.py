@@ -30,7 +30,10 @@ from tests.segments import published, write_tokens
 
 Serve = Callable[..., Daemon]
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users, which only root can")
+pytestmark = [
+    pytest.mark.promise("trust"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users, which only root can"),
+]
 
 GROUP = 54_321
 NOBODY = 65_534

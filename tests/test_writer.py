@@ -266,14 +266,24 @@ def test_a_failing_progress_fails_the_load(shm_dir):
         write_tokens(shm_dir, np.zeros(9), progress=broken)
 
 
-def test_memory_is_given_back_though_the_exception_is_kept(shm_dir):
-    free_nbytes = os.statvfs(shm_dir).f_bavail * os.statvfs(shm_dir).f_frsize
-    nbytes = 200 * MIB
+def test_memory_is_given_back_though_the_exception_is_kept(shm_dir, monkeypatch):
+    open_unnamed = writer._open_unnamed
+    opened = []
+
+    def open_and_watch(shm_dir):
+        fd = open_unnamed(shm_dir)
+        opened.append(os.dup(fd))
+        return fd
+
+    monkeypatch.setattr(writer, "_open_unnamed", open_and_watch)
+    nbytes = 8 * MIB
     with pytest.raises(SourceFormatError) as kept:
         write_pieces(
             shm_dir, describe_tokens("uint8", nbytes), [[Fails(nbytes, SourceFormatError("late"), nbytes - 1)]]
         )
-    assert os.statvfs(shm_dir).f_bavail * os.statvfs(shm_dir).f_frsize > free_nbytes - nbytes // 2
+    (fd,) = opened
+    assert allocated_nbytes(fd) == 0
+    os.close(fd)
     assert kept.tb
 
 
