@@ -38,7 +38,8 @@ def name_of(item: pytest.Item) -> str:
     assert isinstance(item, pytest.Function)
     function = item.function
     module = function.__module__.removeprefix("tests.").replace(".", "/")
-    return f"{module}.py::{function.__qualname__.replace('.', '::')}"
+    qualified = function.__qualname__.rpartition("<locals>.")[2]  # a decorator may have left its own name before it
+    return f"{module}.py::{qualified.replace('.', '::')}"
 
 
 def promises_of(item: pytest.Item) -> set[str]:

@@ -384,8 +384,10 @@ def test_no_daemon_is_an_error_at_once(runtime_dir: Path) -> None:
     with pytest.raises(DaemonUnreachableError, match=f"{runtime_dir}/none.sock .*shmserve start --data"):
         ShmDataset("corpus", endpoint=f"ipc://{runtime_dir}/none.sock")
     assert time.monotonic() - started_s < 5
-    with pytest.raises(EndpointError, match="tcp:// is not supported"):
+    with pytest.raises(DaemonUnreachableError, match=r"tcp://localhost:1 \(nobody listens\).*--tcp HOST:PORT"):
         ShmDataset("corpus", endpoint="tcp://localhost:1")
+    with pytest.raises(EndpointError, match="http://localhost"):
+        ShmDataset("corpus", endpoint="http://localhost:1")
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,7 @@ def test_a_daemon_that_hangs_hides_nobody(serve: Serve, tmp_path: Path) -> None:
 
 def test_daemons_are_asked_now_and_then(serve: Serve, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     default = serve("--data", f"docs={RAGGED}")
-    served = _Served(None)
+    served = _Served(None, None)
     assert served.pids() == {default.pid}
     embedded = serve("--data", f"own={RAGGED}", endpoint=f"ipc://{runtime_dir}/shmserve/e-0123456789abcdef.0.sock")
     default.send_signal(signal.SIGSTOP)
