@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shmserve.sources import SOURCES, SourceOptions, flat, resolve
+from shmserve.sources.refused import refuse
 from shmserve_client.errors import ShmserveError, SourceFormatError, SourceNotFoundError
 from shmserve_client.layout import DTYPES
 from tests.processes import run_python
@@ -170,6 +171,18 @@ def samples(draw: st.DrawFn, corpus_format: str) -> list[NDArray[Any]]:
     return found
 
 
+def _is_known_for_another(path: Path, tokens: bytes) -> bool:
+    """Return whether tokens begin as files of another format do; hypothesis tries the constants of our own code."""
+    path.write_bytes(tokens)
+    try:
+        refuse(path, SourceOptions("uint16"))
+    except SourceFormatError:
+        return True
+    finally:
+        path.unlink()
+    return False
+
+
 @pytest.mark.promise("F25", "F27")
 @pytest.mark.parametrize("corpus_format", KINDS)
 @settings(in_one_folder, max_examples=25)
@@ -179,6 +192,8 @@ def test_samples_come_back_as_they_were_written(shm_dir: Path, corpus_format: st
     files = reference.written(corpus_format, wanted)
     if corpus_format == "raw" and not sum(sample.size for sample in wanted):
         return  # an empty file without a header is refused
+    if corpus_format == "raw":
+        assume(not _is_known_for_another(shm_dir / "tokens", files["corpus.npy"]))
     dtype = wanted[0].dtype
     is_served = check_source(shm_dir, files, SourceOptions(dtype.name))
     served = reference.read(corpus_format, list(files.values()), dtype.str)
