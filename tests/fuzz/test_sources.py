@@ -172,7 +172,7 @@ def samples(draw: st.DrawFn, corpus_format: str) -> list[NDArray[Any]]:
 
 
 def _is_known_for_another(path: Path, tokens: bytes) -> bool:
-    """Return whether tokens begin as files of another format do; hypothesis tries the constants of our own code."""
+    """Return whether tokens begin as files of another format do."""
     path.write_bytes(tokens)
     try:
         refuse(path, SourceOptions("uint16"))
@@ -192,8 +192,10 @@ def test_samples_come_back_as_they_were_written(shm_dir: Path, corpus_format: st
     files = reference.written(corpus_format, wanted)
     if corpus_format == "raw" and not sum(sample.size for sample in wanted):
         return  # an empty file without a header is refused
-    if corpus_format == "raw":
-        assume(not _is_known_for_another(shm_dir / "tokens", files["corpus.npy"]))
+    # Hypothesis tries the constants of our own code: the magics, too, which tokens do not begin with.
+    values = next(iter(files.values()))
+    assume(not values.startswith((b"MMIDIDX", b"TNTIDX")))
+    assume(corpus_format != "raw" or not _is_known_for_another(shm_dir / "tokens", values))
     dtype = wanted[0].dtype
     is_served = check_source(shm_dir, files, SourceOptions(dtype.name))
     served = reference.read(corpus_format, list(files.values()), dtype.str)
