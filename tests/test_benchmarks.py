@@ -74,7 +74,7 @@ def results(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_quick_run_prints_a_table_and_writes_nothing(script: str, runtime_dir: Path) -> None:
     written = BENCHMARKS / "results" / f"{script}.json"

@@ -513,7 +513,7 @@ def end_daemon(job: Job) -> None:
 @pytest.mark.parametrize(
     "cycles",
     [
-        pytest.param(15, marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
+        pytest.param(6, marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
         pytest.param(
             int(os.environ.get("SOAK_CYCLES", "1000")), marks=[pytest.mark.stress, pytest.mark.timeout(0)], id="soak"
         ),

@@ -16,8 +16,6 @@ from tests.segments import CHILD_ENV
 
 from .corpora import smallest
 
-pytest.importorskip("atheris")
-
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
 """How long each run takes."""
 MAX_GROWTH_NBYTES = 64 << 20
@@ -33,6 +31,7 @@ def test_every_source_is_run() -> None:
 @pytest.mark.timeout(SECONDS + 120)
 @pytest.mark.parametrize("target", ["messages", "segments", *SOURCE_TARGETS])
 def test_no_bytes_do_harm(target: str, shm_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("atheris")
     folder = shm_dir / "run"
     folder.mkdir()
     command = [sys.executable, "-m", "tests.fuzz.coverage", target, SECONDS, folder]
