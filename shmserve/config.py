@@ -15,8 +15,14 @@ All keys of the file are optional but `data`:
     data = "corpus.bin"              # or a list; counted from this file's folder
     dtype = "uint16"
     vocab_size = 50257
+    columns = ["tokens", "label"]    # of a table; all where it is left out
     block_size = 1025
     stride = 1024
+
+    [datasets.large]
+    data = "large.seg"
+    mode = "map"                     # clients map the segment file where it is
+    warm = true                      # and it is read once at the start
 """
 
 from __future__ import annotations
@@ -37,6 +43,7 @@ from .sources.base import SourceOptions
 
 __all__ = [
     "DEFAULT_SHM_DIR",
+    "MODES",
     "DaemonConfig",
     "DatasetConfig",
     "FileConfig",
@@ -48,6 +55,8 @@ __all__ = [
 ]
 
 DEFAULT_SHM_DIR: Final = "/dev/shm"
+MODES: Final = ("load", "map")
+"""What a person may choose."""
 MAX_NAME_LENGTH: Final = 128
 MAX_COUNT: Final = 1 << 62
 """Counts of items stay below it, as those of a lookup must."""
@@ -65,8 +74,22 @@ class DatasetConfig:
     options: SourceOptions = field(default_factory=SourceOptions)
     block_size: int | None = None
     stride: int | None = None
+    mode: str = "load"
+    """"load" copies into shared memory; "map" has clients map the segment file where it is; "adopt" takes over a
+    segment that another process has published."""
+    warm: bool = False
+    """Whether a file that is mapped is read once at the start."""
 
     def __post_init__(self) -> None:
+        if self.mode not in (*MODES, "adopt"):
+            raise ConfigError(f"dataset {self.name!r}: mode {self.mode!r}: it must be {' or '.join(MODES)}")
+        if self.mode == "map" and self.options != SourceOptions():
+            raise ConfigError(
+                f"dataset {self.name!r}: mode map serves a segment file as it is: give dtype, vocab-size and columns "
+                "to `shmserve build`"
+            )
+        if self.warm and self.mode != "map":
+            raise ConfigError(f"dataset {self.name!r}: warm is for mode map: what is loaded is in memory anyway")
         if not 1 <= len(self.name) <= MAX_NAME_LENGTH or "/" in self.name or not self.name.isprintable():
             raise ConfigError(
                 f"dataset name {self.name!r}: it must have 1 to {MAX_NAME_LENGTH} printable characters and no '/'"
@@ -124,6 +147,8 @@ def datasets_from_arguments(
     *,
     block_size: int | None = None,
     stride: int | None = None,
+    mode: str = "load",
+    warm: bool = False,
 ) -> tuple[DatasetConfig, ...]:
     """Return the datasets that `--data` names, in order.
 
@@ -132,6 +157,8 @@ def datasets_from_arguments(
         options: What was said of all of them.
         block_size: The clients' default, in items.
         stride: The clients' default, in items.
+        mode: "load" or "map".
+        warm: Whether files that are mapped are read once.
 
     Raises:
         ConfigError: a name is not one, or two datasets would get the same name without a person saying so.
@@ -150,7 +177,9 @@ def datasets_from_arguments(
         else:
             explicit.add(name)
         data_by_name.setdefault(name, []).extend(data)
-    return tuple(DatasetConfig(name, tuple(data), options, block_size, stride) for name, data in data_by_name.items())
+    return tuple(
+        DatasetConfig(name, tuple(data), options, block_size, stride, mode, warm) for name, data in data_by_name.items()
+    )
 
 
 def _named_twice(name: str, first: Sequence[str], second: Sequence[str]) -> str:
@@ -192,7 +221,9 @@ def _name_of(path: Path) -> str:
     # Not Path's own, which raise where the path cannot be one: resolving it will say why.
     if _WILDCARD.search(path.name) and not os.path.exists(path):
         return _WILDCARD.sub("", path.stem).strip(_SEPARATORS)
-    return path.stem if os.path.isfile(path) else path.name
+    if os.path.isfile(path):
+        return path.stem
+    return path.name.rpartition(":")[2] or path.name  # of package.module:name
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,18 +268,24 @@ def _dataset(name: str, fields: Any, folder: Path, path: Path) -> DatasetConfig:
     where = f"{path}: [datasets.{name}]"
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} is a {type(fields).__name__}, expected a table with data = ...")
-    numbers = {"vocab_size": (int,), "block_size": (int,), "stride": (int,)}
-    _check(fields, {"data": (str, list), "dtype": (str,), **numbers}, where)
+    kinds: dict[str, tuple[type, ...]] = {"data": (str, list), "dtype": (str,), "columns": (list,), "mode": (str,)}
+    kinds |= {"vocab_size": (int,), "block_size": (int,), "stride": (int,), "warm": (bool,)}
+    _check(fields, kinds, where)
     data = fields.get("data", [])
     data = [data] if isinstance(data, str) else data
     if not data or not all(type(part) is str and part for part in data):
         raise ConfigError(f"{where} needs data = PATH, or a list of paths")
+    columns = fields.get("columns")
+    if columns is not None and not (columns and all(type(column) is str for column in columns)):
+        raise ConfigError(f"{where}: columns must be a list of names, one at least")
     return DatasetConfig(
         name,
         tuple(os.path.normpath(folder / part) for part in data),
-        SourceOptions(fields.get("dtype"), fields.get("vocab_size")),
+        SourceOptions(fields.get("dtype"), fields.get("vocab_size"), None if columns is None else tuple(columns)),
         fields.get("block_size"),
         fields.get("stride"),
+        fields.get("mode", "load"),
+        fields.get("warm", False),
     )
 
 

@@ -5,23 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from queue import SimpleQueue
 from typing import Final
 
 from shmserve_client.errors import ConfigError, DatasetFailedError, ShmserveError, SourceFormatError, printable
-from shmserve_client.layout import Array, Checksums, Column, Description, SourceRecord
-from shmserve_client.owned import OwnedSegment
+from shmserve_client.layout import Checksums, Description, SourceRecord
+from shmserve_client.owned import FileSegment, OwnedSegment, adopt_segment
 from shmserve_client.writer import Piece, write_segment
 
 from .catalog import Catalog, Failed, Loading, Ready
 from .config import DaemonConfig, DatasetConfig
+from .decoding import plan_corpus
 from .orphans import Leftover, adopt, collect
 from .progress import Progress
 from .sources import Resolved, resolve
-from .sources.base import ArrayPlan, Corpus
+from .sources.base import Corpus
+from .sources.segment_file import SegmentFile
 from .text import duration
 
 __all__ = ["Loader", "describe"]
@@ -39,6 +42,11 @@ class _Job:
     config: DatasetConfig
     succeeds: OwnedSegment | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def generation(self) -> int:
+        """Which one it makes."""
+        return 1 if self.succeeds is None else self.succeeds.generation + 1
 
     def check_cancelled(self) -> None:
         if self.cancelled.is_set():
@@ -181,7 +189,15 @@ class Loader:
 
     def _adopt(self, found: _Found) -> bool:
         config = self._config
-        segment = adopt(found.job.config.name, found.resolved.fingerprint, config.shm_dir, gid=config.gid)
+        mode = found.job.config.mode
+        if mode == "map":
+            return False
+        if mode == "adopt":
+            segment = adopt_segment(str(found.resolved.shards[0].values), gid=config.gid)
+            if segment is None:
+                raise ConfigError(f"{found.resolved.data[0]} has an owner already, so it cannot be taken over")
+        else:
+            segment = adopt(found.job.config.name, found.resolved.fingerprint, config.shm_dir, gid=config.gid)
         if segment is None:
             return False
         try:
@@ -194,26 +210,38 @@ class Loader:
     def _write(self, found: _Found) -> None:
         job, resolved = found.job, found.resolved
         name = job.config.name
-        description, pieces = describe(name, resolved, resolved.plan())
-        if self._config.checksums:
-            description = replace(description, checksums=Checksums())
-        nbytes = sum(array.nbytes for array in description.all_arrays())
-        self._progress.start(name, (-(-nbytes // _PAGE_NBYTES) + 1) * _PAGE_NBYTES)  # one is the header's
 
         def on_progress(done_nbytes: int, total_nbytes: int) -> None:
             self._report(job, Loading(resolved.format, done_nbytes, total_nbytes, resolved.key))
             self._progress.advance(done_nbytes, total_nbytes)
 
-        segment = write_segment(
-            description,
-            pieces,
-            shm_dir=self._config.shm_dir,
-            progress=on_progress,
-            cancelled=job.cancelled,
-            vocab_size=job.config.options.vocab_size,
-            gid=self._config.gid,
-            generation=1 if job.succeeds is None else job.succeeds.header.generation + 1,
-        )
+        if job.config.mode == "map":
+            self._map(found, on_progress)
+            return
+
+        def on_decoded(done_nbytes: int, total_nbytes: int) -> None:
+            if done_nbytes == 0:
+                self._progress.start(name, total_nbytes, "decod")
+            on_progress(done_nbytes, total_nbytes)
+
+        shm_dir = self._config.shm_dir
+        with plan_corpus(resolved, shm_dir=shm_dir, progress=on_decoded, cancelled=job.cancelled) as planned:
+            description, pieces = describe(name, resolved, planned.corpus)
+            if self._config.checksums:
+                description = replace(description, checksums=Checksums())
+            nbytes = sum(array.nbytes for array in description.all_arrays())
+            self._progress.start(name, (-(-nbytes // _PAGE_NBYTES) + 1) * _PAGE_NBYTES)  # one is the header's
+            segment = write_segment(
+                description,
+                pieces,
+                shm_dir=shm_dir,
+                progress=on_progress,
+                cancelled=job.cancelled,
+                vocab_size=job.config.options.vocab_size,
+                gid=self._config.gid,
+                generation=job.generation,
+                waiting_nbytes=planned.waiting_nbytes,
+            )
         try:
             if resolved.changed():
                 raise SourceFormatError(
@@ -222,6 +250,26 @@ class Loader:
             self._serve(found, segment, adopted=False)
         except BaseException:
             segment.unlink()
+            segment.close()
+            raise
+
+    def _map(self, found: _Found, progress: Callable[[int, int], None]) -> None:
+        """Serve the segment file where it is."""
+        job, resolved = found.job, found.resolved
+        first = resolved.shards[0]
+        if len(resolved.shards) > 1 or not isinstance(first, SegmentFile):
+            raise ConfigError(
+                f"{', '.join(resolved.data)}: mode map serves one segment file: make it by `shmserve build "
+                f"{' '.join(resolved.data)} {job.config.name}.seg`"
+            )
+        first.description()  # which names the file where it is damaged
+        segment = FileSegment(str(first.values), job.generation)
+        try:
+            if job.config.warm:
+                self._progress.start(job.config.name, segment.header.total_nbytes, "read")
+                segment.warm(progress, job.cancelled)
+            self._serve(found, segment, adopted=False)
+        except BaseException:
             segment.close()
             raise
 
@@ -236,22 +284,11 @@ class Loader:
 
 def describe(name: str, resolved: Resolved, corpus: Corpus) -> tuple[Description, list[Sequence[Piece]]]:
     """Return what the segment of `corpus` says of itself, and the pieces of each of its arrays in their order."""
-
-    def optional(plan: ArrayPlan | None) -> Array | None:
-        return None if plan is None else _array(plan)
-
-    column = Column(
-        corpus.column,
-        values=_array(corpus.values),
-        offsets=optional(corpus.offsets),
-        shapes=optional(corpus.shapes),
-        shape_offsets=optional(corpus.shape_offsets),
-    )
     description = Description(
         name=name,
         format=corpus.format,
         num_samples=corpus.num_samples,
-        columns=(column,),
+        columns=tuple(column.column() for column in corpus.columns),
         source=SourceRecord(
             resolved.key,
             resolved.fingerprint,
@@ -259,14 +296,11 @@ def describe(name: str, resolved: Resolved, corpus: Corpus) -> tuple[Description
             len(resolved.files),
             resolved.options.dtype,
             resolved.options.vocab_size,
+            resolved.options.columns,
         ),
-        arrays={key: _array(plan) for key, plan in corpus.arrays.items()},
+        arrays={key: plan.array() for key, plan in corpus.arrays.items()},
         stream=corpus.stream,
         notes=corpus.notes,
     )
-    plans = (corpus.values, corpus.offsets, corpus.shapes, corpus.shape_offsets, *corpus.arrays.values())
-    return description, [plan.pieces for plan in plans if plan is not None]
-
-
-def _array(plan: ArrayPlan) -> Array:
-    return Array(plan.dtype, plan.shape)
+    plans = [*chain.from_iterable(column.arrays() for column in corpus.columns), *corpus.arrays.values()]
+    return description, [plan.pieces for plan in plans]

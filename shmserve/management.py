@@ -45,9 +45,13 @@ class Management:
         config = DatasetConfig(
             request.name,
             tuple(request.data),
-            SourceOptions(request.dtype, request.vocab_size),
+            SourceOptions(
+                request.dtype, request.vocab_size, None if request.columns is None else tuple(request.columns)
+            ),
             request.block_size,
             request.stride,
+            request.mode,
+            request.warm,
         )
         self._catalog.add(config)
         self._loader.load(config)
@@ -55,6 +59,8 @@ class Management:
 
     def _reload(self, name: str) -> Accepted:
         entry = self._catalog.get(name)
+        if entry.config.mode == "adopt":
+            raise ConfigError(f"dataset {name!r} was published by training code: publish it there again")
         if isinstance(entry.state, Loading) or isinstance(entry.successor, Loading):
             raise DatasetNotReadyError(f"dataset {name!r} is being loaded: wait until `shmserve status` says ready")
         if isinstance(entry.state, Failed):
@@ -63,10 +69,10 @@ class Management:
             return Accepted(name, 1)
         self._catalog.put_successor(entry.config, Loading())
         self._loader.reload(entry.config, entry.state.segment)
-        return Accepted(name, entry.state.segment.header.generation + 1)
+        return Accepted(name, entry.state.segment.generation + 1)
 
     def _unload(self, name: str) -> Accepted:
         entry = self._catalog.get(name)
         self._loader.withdraw(entry.config)
         self._catalog.remove(entry.config)
-        return Accepted(name, entry.state.segment.header.generation if isinstance(entry.state, Ready) else 0)
+        return Accepted(name, entry.state.segment.generation if isinstance(entry.state, Ready) else 0)

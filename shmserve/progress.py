@@ -22,6 +22,7 @@ __all__ = ["Progress", "harmless", "open_progress", "settle"]
 log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
+_PAST: Final = {"read": "read", "writ": "written"}
 
 
 @contextmanager
@@ -54,7 +55,7 @@ class Progress:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._name = ""
+        self._name = self._verb = ""
         self._started_s = self._said_s = 0.0
 
     def say(self, line: str) -> None:
@@ -63,11 +64,11 @@ class Progress:
             self._stream.write(printable(line) + "\n")
             self._stream.flush()
 
-    def start(self, name: str, total_nbytes: int) -> None:
-        """Show that `total_nbytes` bytes of the dataset `name` are about to be loaded."""
-        self._name = name
+    def start(self, name: str, total_nbytes: int, verb: str = "load") -> None:
+        """Show that `total_nbytes` bytes of the dataset `name` are about to be loaded, or what else the verb says."""
+        self._name, self._verb = name, verb
         self._started_s = self._said_s = time.monotonic()
-        self.say(f"{name}: loading {size(total_nbytes)}")
+        self.say(f"{name}: {verb}ing {size(total_nbytes)}")
 
     def advance(self, done_nbytes: int, total_nbytes: int) -> None:
         """Show that the first `done_nbytes` bytes are loaded; called as often as you like."""
@@ -77,7 +78,7 @@ class Progress:
             rate = done_nbytes / (now_s - self._started_s)
             left = f", {size(rate)}/s, {duration((total_nbytes - done_nbytes) / rate)} left" if rate else ""
             done = f"{size(done_nbytes)} of {size(total_nbytes)} ({percent(done_nbytes, total_nbytes)} %)"
-            self.say(f"{self._name}: loaded {done}{left}")
+            self.say(f"{self._name}: {_PAST.get(self._verb, self._verb + 'ed')} {done}{left}")
 
     def close(self) -> None:
         """Show no more progress; idempotent. `say` still works."""
@@ -108,13 +109,13 @@ class _Bar(Progress):
         with harmless(self._stream):
             self._bars.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
-    def start(self, name: str, total_nbytes: int) -> None:
+    def start(self, name: str, total_nbytes: int, verb: str = "load") -> None:
         self._started_s = time.monotonic()
         with harmless(self._stream):
             self._bars.start()
         if self._bar is not None:
             self._bars.remove_task(self._bar)
-        self._bar = self._bars.add_task(name, total=total_nbytes, rate="")
+        self._bar = self._bars.add_task(f"{name}: {verb}ing", total=total_nbytes, rate="")
 
     def advance(self, done_nbytes: int, total_nbytes: int) -> None:
         if self._bar is not None:

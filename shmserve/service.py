@@ -20,7 +20,7 @@ from shmserve_client.errors import (
     ShmserveError,
 )
 from shmserve_client.locks import attached_processes
-from shmserve_client.owned import OwnedSegment
+from shmserve_client.owned import FileSegment, OwnedSegment
 from shmserve_client.protocol import (
     MAX_INDICES,
     Attach,
@@ -82,7 +82,13 @@ class Service:
 
     def _attach(self, request: Attach) -> Attached:
         entry = self._find(request)
-        config, segment = entry.config, _served(entry).segment
+        config, ready = entry.config, _served(entry)
+        segment = ready.segment
+        if isinstance(segment, FileSegment) and ready.resolved.changed():
+            raise DatasetFailedError(
+                f"{segment.path} was changed since it is served, and those who map it see that: `shmserve reload "
+                f"{config.name}` serves it as it is now"
+            )
         return Attached(
             config.name, segment.open_path(), segment.header.nonce, config.block_size or 0, config.stride or 0
         )
@@ -203,13 +209,13 @@ def _with_segment(status: DatasetStatus, ready: Ready, disk_note: str) -> Datase
         loaded_nbytes=memory_nbytes,
         huge_nbytes=0 if disk_note else segment.huge_nbytes,
         path=segment.open_path(),
-        generation=segment.header.generation,
+        generation=segment.generation,
         adopted=ready.adopted,
         load_seconds=ready.load_seconds,
         source_changed=ready.source_changed,
         attached_pids=here,
         attached_elsewhere=elsewhere,
-        notes=[*description.notes, *filter(None, (segment.huge_refusal, disk_note, _vanished_note(segment)))],
+        notes=[*description.notes, *_segment_notes(segment, disk_note)],
     )
 
 
@@ -227,7 +233,7 @@ def _retired_status(segment: OwnedSegment) -> RetiredSegment:
     here, elsewhere = _attached(segment)
     return RetiredSegment(
         name=segment.description.name,
-        generation=segment.header.generation,
+        generation=segment.generation,
         path=segment.open_path(),
         segment_nbytes=_memory_nbytes(segment),
         attached_pids=here,
@@ -246,6 +252,13 @@ def _attached(segment: OwnedSegment) -> tuple[list[int], int]:
     pid_namespace = os.stat("/proc/self/ns/pid").st_ino
     here = [process.pid for process in attached if process.pid_namespace == pid_namespace]
     return here, len(attached) - len(here)
+
+
+def _segment_notes(segment: OwnedSegment, disk_note: str) -> list[str]:
+    """Return what to know about the segment, for people."""
+    if isinstance(segment, FileSegment):
+        return ["mapped from its file, which must not change: pages are read from there as they are needed"]
+    return [note for note in (segment.huge_refusal, disk_note, _vanished_note(segment)) if note]
 
 
 def _vanished_note(segment: OwnedSegment) -> str:

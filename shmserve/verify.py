@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +26,7 @@ from shmserve_client.layout import CHUNK_NBYTES, DTYPES, Array, Checksums, Colum
 from shmserve_client.segment import open_segment, read_prefix
 from shmserve_client.writer import place_pieces
 
+from .decoding import plan_corpus
 from .loader import describe
 from .sources import Resolved, resolve
 from .sources.base import SourceOptions
@@ -108,7 +110,8 @@ def verify(
         SourceFormatError: the source has changed since it was loaded, or does so meanwhile.
     """
     fd = open_segment(path)
-    try:
+    with ExitStack() as stack:
+        stack.callback(os.close, fd)
         header, description = read_prefix(fd)
         if header.nonce != nonce:
             raise SegmentNotFoundError(
@@ -121,7 +124,7 @@ def verify(
                 f"{description.name!r} was loaded without checksums: start the daemon with --checksums and load it "
                 "again, or compare it with its source, by --against-source"
             )
-        resolved, spans = _source(description) if against_source else (None, [])
+        resolved, spans = stack.enter_context(_source(description)) if against_source else (None, [])
         sums = None if checksums is None else _read_checksums(fd, checksums)
         comparison = _Comparison(header.data_offset, sums, spans)
         stop = header.total_nbytes if checksums is None else checksums.values.offset
@@ -142,27 +145,27 @@ def verify(
             source_files=None if resolved is None else len(resolved.files),
             differences=[_difference(places, found) for found in differing],
         )
-    finally:
-        os.close(fd)
 
 
-def _source(description: Description) -> tuple[Resolved, list[Span]]:
-    """Return the source as it is now, and where in the segment each of its pieces should be."""
+@contextmanager
+def _source(description: Description) -> Iterator[tuple[Resolved, list[Span]]]:
+    """Give the source as it is now, and where in the segment each of its pieces should be."""
     record = description.source
-    resolved = resolve(record.data, SourceOptions(record.dtype, record.vocab_size))
+    resolved = resolve(record.data, SourceOptions(record.dtype, record.vocab_size, record.columns))
     if resolved.fingerprint != record.fingerprint:
         raise SourceFormatError(
             f"{', '.join(record.data)} changed since it was loaded: `shmserve reload {description.name}` serves it as "
             "it is now"
         )
-    planned, pieces = describe(description.name, resolved, resolved.plan())
-    arrays = description.all_arrays()
-    if [(array.dtype, array.shape) for array in planned.all_arrays()] != [(one.dtype, one.shape) for one in arrays]:
-        raise SourceFormatError(
-            f"{', '.join(record.data)} has other arrays than were loaded from it: its index was changed, and its "
-            f"modification time set back; `shmserve reload {description.name}` serves it as it is now"
-        )
-    return resolved, place_pieces(arrays, pieces)
+    with plan_corpus(resolved, shm_dir=None) as planned:
+        found, pieces = describe(description.name, resolved, planned.corpus)
+        arrays = description.all_arrays()
+        if [(array.dtype, array.shape) for array in found.all_arrays()] != [(one.dtype, one.shape) for one in arrays]:
+            raise SourceFormatError(
+                f"{', '.join(record.data)} has other arrays than were loaded from it: its index was changed, and its "
+                f"modification time set back; `shmserve reload {description.name}` serves it as it is now"
+            )
+        yield resolved, place_pieces(arrays, pieces)
 
 
 def _read(fd: int, target: NDArray[np.uint8], start: int) -> None:

@@ -15,6 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shmserve_client.connection import Connection
+from shmserve_client.endpoint import control_path, listening
+from shmserve_client.protocol import Stop
 from tests.processes import Daemon, run_python, wait_until
 
 pytest_plugins = ["tests.reliability"]
@@ -137,6 +140,16 @@ def runtime_dir(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         for process in _running_with(folder):
             process.kill()
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def stop_embedded(runtime_dir: Path) -> Iterator[None]:
+    """Stops the daemons in the end that from_path and publish have started, rather than waiting for their linger."""
+    yield
+    for endpoint in runtime_dir.rglob("e-*.sock"):
+        if listening(str(endpoint)):
+            with Connection(control_path(str(endpoint)), 10) as connection:
+                connection.request(Stop())
 
 
 @pytest.fixture

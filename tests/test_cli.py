@@ -27,16 +27,17 @@ Serve = Callable[..., Daemon]
 RunGc = Callable[..., subprocess.CompletedProcess[str]]
 
 OPTIONS = {
-    "start": "--data --config --dtype --vocab-size --block-size --stride --endpoint --shm-dir --group --lock "
-    "--checksums --linger --tcp --keys --detach --ready-fd",
+    "start": "--data --config --dtype --columns --vocab-size --block-size --stride --mode --warm --endpoint --shm-dir "
+    "--group --lock --checksums --linger --tcp --keys --detach --adopt --ready-fd",
     "stop": "--endpoint",
-    "load": "--dtype --vocab-size --block-size --stride --endpoint",
+    "load": "--dtype --columns --vocab-size --block-size --stride --mode --warm --endpoint",
     "reload": "--endpoint",
     "unload": "--endpoint",
     "status": "--endpoint --keys --json --wait",
     "ls": "--endpoint --keys --json",
     "lookup": "--column --block-size --stride --endpoint --keys --json",
-    "inspect": "--dtype --vocab-size --json",
+    "inspect": "--dtype --vocab-size --columns --json",
+    "build": "--dtype --vocab-size --columns --checksums",
     "verify": "--against-source --endpoint --json",
     "monitor": "--output --interval --endpoint --keys",
     "plot": "--output",
@@ -503,7 +504,7 @@ def test_inspect_for_people() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     items = sum(map(len, RAGGED_SAMPLES))
-    assert (lines["format"], lines["dtype"], lines["samples"]) == ("megatron", "uint16", "6")
+    assert (lines["format"], lines["column"], lines["samples"]) == ("megatron", "tokens uint16", "6")
     assert lines["items"] == f"{items} ({2 * items} bytes)"
     assert lines["[1]"] == " ".join(map(str, RAGGED_SAMPLES[1]))
 
@@ -514,6 +515,7 @@ def test_inspect_for_programs() -> None:
     assert report["arrays"] == {"document_indices": [4]}
     assert {Path(path).name for path in report["files"]} == {"ragged_uint16.bin", "ragged_uint16.idx"}
     assert (report["samples"], report["stream"], report["nbytes"]) == (6, False, 48)
+    assert report["columns"] == [{"name": "tokens", "dtype": "uint16", "shape": None}]
 
 
 def test_inspect_of_a_stream_over_shards(tmp_path: Path) -> None:

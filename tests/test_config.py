@@ -176,7 +176,7 @@ def test_the_example_in_the_module_is_a_valid_file(tmp_path: Path) -> None:
     documentation = shmserve.config.__doc__ or ""
     path = tmp_path / "node.toml"
     path.write_text("\n".join(line[4:] for line in documentation.splitlines() if line.startswith("    ")))
-    assert [dataset.name for dataset in read_config_file(path).datasets] == ["corpus"]
+    assert [dataset.name for dataset in read_config_file(path).datasets] == ["corpus", "large"]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +196,14 @@ def test_the_example_in_the_module_is_a_valid_file(tmp_path: Path) -> None:
         ("[datasets.a]\ndata = [1]", "needs data"),
         ("[datasets.a]\ndata = 'x'\nblocksize = 3", r"\[datasets.a\] has the unknown key 'blocksize'"),
         ("[datasets.a]\ndata = 'x'\nblock_size = '3'", "block_size is a str, expected int"),
+        ("[datasets.a]\ndata = 'x'\nmode = 'copy'", "mode 'copy': it must be load or map"),
+        (
+            "[datasets.a]\ndata = 'x'\nmode = 'map'\ndtype = 'int8'",
+            "give dtype, vocab-size and columns to `shmserve build",
+        ),
+        ("[datasets.a]\ndata = 'x'\nwarm = true", "warm is for mode map"),
+        ("[datasets.a]\ndata = 'x'\ncolumns = []", "columns must be a list of names, one at least"),
+        ("[datasets.a]\ndata = 'x'\ncolumns = [1]", "columns must be a list of names, one at least"),
         ("[datasets.'a/b']\ndata = 'x'", "dataset name 'a/b'"),
         ("[datasets.a]\ndata = 'x'\n[datasets.a]\ndata = 'y'", "is not TOML"),
         ("data =", "is not TOML"),

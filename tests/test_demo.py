@@ -39,7 +39,7 @@ def test_the_corpus_is_repeated_until_it_is_large_enough(tmp_path: Path) -> None
     assert corpus.repeats > 1
     assert plan.format == "megatron"
     assert plan.num_samples > corpus.files
-    assert plan.values.shape == (64 << 20,)
+    assert plan.columns[0].values.shape == (64 << 20,)
     assert corpus.tokens_file.stat().st_size == corpus.nbytes == 128 << 20
 
 

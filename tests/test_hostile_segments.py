@@ -50,7 +50,7 @@ class Forged:
         end = DATA + len(self.data) if self.file_nbytes is None else self.file_nbytes
         fields = {
             "magic": b"SHMSERVE",
-            "version": 1,
+            "version": 2,
             "header_nbytes": 84,
             "nonce": NONCE,
             "total": end,
@@ -78,7 +78,7 @@ def array(dtype: str, shape: Iterable[int], offset: int) -> dict[str, Any]:
 
 def column(values: Any, offsets: Any = None, shapes: Any = None, shape_offsets: Any = None) -> dict[str, Any]:
     arrays = {"values": values, "offsets": offsets, "shapes": shapes, "shape_offsets": shape_offsets}
-    return {"name": "tokens", "kind": "tensor", **arrays}
+    return {"name": "tokens", "kind": "tensor", "python": "", **arrays}
 
 
 def description(*columns: dict[str, Any], samples: int) -> dict[str, Any]:
@@ -87,9 +87,13 @@ def description(*columns: dict[str, Any], samples: int) -> dict[str, Any]:
         "format": "megatron",
         "num_samples": samples,
         "columns": list(columns),
-        "source": {"key": "k", "fingerprint": "f", "data": [], "files": 1, "dtype": None, "vocab_size": None},
+        "source": {
+            **{"key": "k", "fingerprint": "f", "data": [], "files": 1},
+            **{"dtype": None, "vocab_size": None, "columns": None},
+        },
         "arrays": {},
         "stream": False,
+        "table": False,
         "notes": [],
         "checksums": None,
     }
@@ -181,7 +185,7 @@ def nested(depth: int) -> bytes:
 
 REFUSED: dict[str, Callable[[], Forged]] = {
     "another magic": lambda: with_header(magic=b"SHMSERV\0"),
-    "another version": lambda: with_header(version=2),
+    "another version": lambda: with_header(version=1),
     "version 0": lambda: with_header(version=0),
     "a longer header": lambda: with_header(header_nbytes=128),
     "flags": lambda: with_header(flags=1),

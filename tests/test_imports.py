@@ -70,6 +70,7 @@ def test_the_names_are_those_promised() -> None:
         "DistributedSampler",
         "EndpointError",
         "MemoryMonitor",
+        "ObjectError",
         "OutOfSharedMemoryError",
         "ProtocolError",
         "SampleIndexError",
@@ -77,12 +78,15 @@ def test_the_names_are_those_promised() -> None:
         "SampleValueError",
         "SegmentFormatError",
         "SegmentNotFoundError",
+        "SharedList",
         "ShmDataset",
         "ShmserveError",
         "SourceFormatError",
         "SourceNotFoundError",
         "VocabularyError",
         "__version__",
+        "publish",
+        "shared_array",
     ]
     assert all(hasattr(shmserve_client, name) for name in shmserve_client.__all__)
     assert set(errors.__all__) - {"ERROR_CLASSES", "printable"} < set(shmserve_client.__all__)

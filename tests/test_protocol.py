@@ -91,7 +91,7 @@ REQUESTS: list[Any] = [
 ]
 CONTROLS: list[Any] = [
     Load("a", ["/a.bin"] * 100),
-    Load("a", ["/a.bin"], "uint16", 50257, 1025, 1024),
+    Load("a", ["/a.bin"], "uint16", 50257, ["tokens", "label"], 1025, 1024),
     Reload("a"),
     Unload("a"),
     Stop(),

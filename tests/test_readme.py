@@ -24,7 +24,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_examples_run(
-    code: str, serve: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, serve: Callable[..., Daemon], tmp_path: Path, stop_embedded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # what they write stays there
     tokens_file = write_corpus(tmp_path / "corpus", 1 << 20).tokens_file

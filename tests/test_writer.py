@@ -267,7 +267,7 @@ def test_a_failing_progress_fails_the_load(shm_dir):
 
 
 def test_memory_is_given_back_though_the_exception_is_kept(shm_dir, monkeypatch):
-    open_unnamed = writer._open_unnamed
+    open_unnamed = writer.open_unnamed
     opened = []
 
     def open_and_watch(shm_dir):
@@ -275,7 +275,7 @@ def test_memory_is_given_back_though_the_exception_is_kept(shm_dir, monkeypatch)
         opened.append(os.dup(fd))
         return fd
 
-    monkeypatch.setattr(writer, "_open_unnamed", open_and_watch)
+    monkeypatch.setattr(writer, "open_unnamed", open_and_watch)
     nbytes = 8 * MIB
     with pytest.raises(SourceFormatError) as kept:
         write_pieces(

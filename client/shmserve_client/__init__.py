@@ -16,6 +16,7 @@ from .errors import (
     DatasetNotFoundError,
     DatasetNotReadyError,
     EndpointError,
+    ObjectError,
     OutOfSharedMemoryError,
     ProtocolError,
     SampleIndexError,
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from .batches import Batch, BatchedDataset
     from .dataset import DatasetInfo, ShmDataset
     from .monitor import MemoryMonitor
+    from .publishing import publish, shared_array
     from .sampler import DistributedSampler
+    from .shared_list import SharedList
     from .splits import DatasetSplit
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "DistributedSampler",
     "EndpointError",
     "MemoryMonitor",
+    "ObjectError",
     "OutOfSharedMemoryError",
     "ProtocolError",
     "SampleIndexError",
@@ -63,12 +67,15 @@ __all__ = [
     "SampleValueError",
     "SegmentFormatError",
     "SegmentNotFoundError",
+    "SharedList",
     "ShmDataset",
     "ShmserveError",
     "SourceFormatError",
     "SourceNotFoundError",
     "VocabularyError",
     "__version__",
+    "publish",
+    "shared_array",
 ]
 
 
@@ -80,7 +87,10 @@ _ON_FIRST_USE = {
     "DatasetSplit": ".splits",
     "DistributedSampler": ".sampler",
     "MemoryMonitor": ".monitor",
+    "SharedList": ".shared_list",
     "ShmDataset": ".dataset",
+    "publish": ".publishing",
+    "shared_array": ".publishing",
 }
 
 

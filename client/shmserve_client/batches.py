@@ -52,7 +52,7 @@ class Batch(NamedTuple):
         raise _taken_for_samples()
 
 
-class _Batches(dict[str, Batch]):
+class _Batches(dict[str, Batch | list[Any]]):
     """The batches of several columns."""
 
     def __missing__(self, key: Any) -> Any:
@@ -108,25 +108,38 @@ def gather(
     pad: Any,
     dtype: DtypeOption,
     out: Any,
-) -> Batch | dict[str, Batch]:
+) -> Batch | list[Any] | dict[str, Batch | list[Any]]:
     """Return the batch of the samples at `positions`. Described at `ShmDataset.batch`."""
     check_dtype(dtype)
-    samples = {name: column.samples for name, column in columns.items()}
     if length is not None:
         length = _checked_length(length)
-        if all(each.shape is not None for each in samples.values()):
+        if all(each.samples.shape is not None for each in columns.values()):
             raise ConfigError(
                 f"length {length}: these samples all have one shape, which is not cut or padded: leave it out"
             )
-    if len(samples) == 1:
-        (only,) = samples.values()
-        return _gather(only, positions, ranges, length, pad, dtype, out)
-    outs = dict.fromkeys(samples) if out is None else out
-    if not isinstance(outs, dict) or outs.keys() != samples.keys():
-        raise ConfigError(f"out: give a dict with a tensor for each of the columns {', '.join(samples)}")
-    return _Batches(
-        {name: _gather(each, positions, ranges, length, pad, dtype, outs[name]) for name, each in samples.items()}
+    tensors = [name for name, column in columns.items() if column.samples.column.kind == "tensor"]
+    if len(columns) == 1 and tensors:
+        (only,) = columns.values()
+        return _gather(only.samples, positions, ranges, length, pad, dtype, out)
+    outs = dict.fromkeys(tensors) if out is None else out
+    if not isinstance(outs, dict) or outs.keys() != set(tensors):
+        raise ConfigError(f"out: give a dict with a tensor for each of the columns {', '.join(tensors) or '(none)'}")
+    batches = _Batches(
+        {
+            name: _gather(column.samples, positions, ranges, length, pad, dtype, outs[name])
+            if name in outs
+            else _list(column, positions, ranges)
+            for name, column in columns.items()
+        }
     )
+    return batches if len(columns) > 1 else next(iter(batches.values()))
+
+
+def _list(column: OpenColumn, positions: Int64s, ranges: Ranges) -> list[Any]:
+    """Return the values of samples that are not tensors."""
+    starts, stops = ranges(column.samples, positions)
+    places = zip(positions.tolist(), starts.tolist(), stops.tolist(), strict=True)
+    return [column.make(column.samples.values[start:stop], position) for position, start, stop in places]
 
 
 def _checked_length(length: object) -> int:

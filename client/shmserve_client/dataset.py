@@ -25,7 +25,7 @@ from .remote import RemoteOffsets
 from .samples import Samples, find_column, open_samples
 from .segment import Segment
 from .splits import DatasetSplit, split
-from .tensors import DtypeOption, OpenColumn, Transform, remote_reader, shared_reader, tensor_maker
+from .tensors import DtypeOption, OpenColumn, Transform, remote_reader, shared_reader, value_maker
 
 __all__ = ["DatasetInfo", "ShmDataset"]
 
@@ -41,7 +41,7 @@ class DatasetInfo:
     stored_samples: int
     """Samples as the source has them; for a stream of tokens, the tokens."""
     dtypes: dict[str, str]
-    """The stored dtype of each column."""
+    """What each column holds: the stored dtype, or "bytes", "text" or "object"."""
     arrays: tuple[str, ...]
     """What `array` gives."""
     block_size: int | None
@@ -62,9 +62,10 @@ class DatasetInfo:
 class ShmDataset(Dataset[Any]):
     """A dataset that a daemon of this node serves, indexed like a list; nothing of it is copied into this process.
 
-    A sample is a tensor, or, with several columns, a dict of tensors. A tensor aliases the shared memory where its
-    dtype is the stored one, and stays valid after `close`; what is written to it in place is seen by this process
-    and those that it forks afterwards, by no other. The daemon is needed only to attach.
+    A sample is a tensor, or, with several columns, a dict; columns of bytes, text and objects give `bytes`, `str` and
+    whatever was stored, as copies. A tensor aliases the shared memory where its dtype is the stored one, and stays
+    valid after `close`; what is written to it in place is seen by this process and those that it forks afterwards, by
+    no other. The daemon is needed only to attach.
 
     Pickles, and so copies for DataLoader workers, hold the segment's path rather than its data; they attach when they
     are first used, once per process, without asking the daemon.
@@ -92,12 +93,12 @@ class ShmDataset(Dataset[Any]):
             endpoint: the daemon's socket, as `ipc:///path`, or `tcp://HOST:PORT`; None looks in `$SHMSERVE_ENDPOINT`,
                 else where daemons of this user and of this node listen.
             timeout: seconds that loading may take, and each of the daemon's answers; infinity for no limit.
-            columns: the columns that a sample has; None for all. One gives a tensor, several a dict.
+            columns: the columns that a sample has; None for all. One gives its value, several a dict.
             block_size: None for the stored samples. A number of items B for windows over all items joined: window i is
                 `[i * stride, i * stride + B)`, and there are `max(0, (n - B) // stride + 1)`. "served" takes what the
                 daemon was started with.
             stride: items from one window to the next; None for block_size.
-            dtype: the tensors' dtype. None is the stored one, but int64 for uint16, uint32 and uint64, which torch
+            dtype: the dtype of tensors. None is the stored one, but int64 for uint16, uint32 and uint64, which torch
                 cannot compute with. "stored" is the stored one in any case.
             copy: whether samples are private copies. None copies when there is a transform, which might work in place
                 and then see its own work in the next epoch. Where the kernel allows no private writes to the segment
@@ -279,7 +280,7 @@ class ShmDataset(Dataset[Any]):
             samples = open_samples(
                 description, segment.array, column=name, block_size=self._block_size, stride=self._stride
             )
-            opened[name] = OpenColumn(samples, tensor_maker(samples.values.dtype, self._dtype, private=private))
+            opened[name] = OpenColumn(samples, value_maker(samples.column, self._dtype, private=private))
         return opened
 
     def __len__(self) -> int:
@@ -330,7 +331,7 @@ class ShmDataset(Dataset[Any]):
         """Return samples as one `Batch`, or, with several columns, a dict of them: copies, made without one per sample.
 
         Where samples differ in length, and for windows, `values` is n x length x the other extents, which must agree
-        within the batch. Where all have one shape it is n x that shape.
+        within the batch. Where all have one shape it is n x that shape. Bytes, text and objects are a list.
 
         Args:
             indices: as `__getitems__` takes them.
@@ -453,7 +454,10 @@ class ShmDataset(Dataset[Any]):
             format=description.format,
             num_samples=attached.samples.count,
             stored_samples=description.num_samples,
-            dtypes={column.name: column.values.dtype for column in description.columns},
+            dtypes={
+                column.name: column.values.dtype if column.kind == "tensor" else column.kind
+                for column in description.columns
+            },
             arrays=tuple(description.arrays),
             block_size=self._block_size or None,
             stride=self._stride or None,

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -32,13 +32,16 @@ from .errors import (
     DatasetNotFoundError,
     EndpointError,
     OutOfSharedMemoryError,
+    SegmentFormatError,
+    SegmentNotFoundError,
     ShmserveError,
 )
 from .locks import holder_of
+from .owned import adopt_segment
 from .protocol import Attach, Failure, error_from
 from .segment import Segment
 
-__all__ = ["Served", "serve"]
+__all__ = ["Served", "remove_orphan", "serve", "serve_built"]
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +103,66 @@ def serve(
         if served is not None:
             return served
         endpoint = _free_slot(key, directory)
-        _start(turn, endpoint, data, dtype, vocab_size, max(linger_s, _LEAST_LINGER_S))
+        dataset = ["--data", *map(os.path.abspath, data)]
+        if dtype is not None:
+            dataset += ["--dtype", dtype]
+        if vocab_size is not None:
+            dataset += ["--vocab-size", str(vocab_size)]
+        _start(turn, endpoint, dataset, max(linger_s, _LEAST_LINGER_S))
         try:
             return _attach(endpoint, question, timeout_s)
         except DatasetNotFoundError:
             raise DaemonStartError(f"{', '.join(data)}: changed meanwhile, start again when complete") from None
+
+
+def serve_built(
+    key: str,
+    name: str,
+    build: Callable[[], contextlib.AbstractContextManager[str]],
+    *,
+    linger_s: float,
+    timeout_s: float,
+) -> Served:
+    """Return the dataset of that key, served by the daemon that has it, or by a new one that takes over what is built.
+
+    Args:
+        key: tells it from all others, in 16 hex digits or more.
+        name: what it is called.
+        build: gives the path of a segment that nobody owns, until it is taken over; called where no daemon has it.
+        linger_s: how many seconds a new daemon stays without clients, five at least.
+        timeout_s: how many seconds a daemon's answer may take; building may take as long as it needs.
+
+    Raises:
+        DaemonStartError: a new daemon could not start; the message holds its own.
+        DaemonUnreachableError: the new daemon does not answer in time.
+        EndpointError: there is no directory for its socket that is this user's alone.
+        SegmentNotFoundError: the daemon's segment is in another shm directory than this process sees.
+        ShmserveError: as `build`.
+    """
+    directory = default_directory()
+    silent: set[_Mark] = set()
+    question = Attach(name)
+    served = _find(_slots(key, directory), question, timeout_s, silent)
+    if served is not None:
+        return served
+    ensure_directory(directory)
+    with _one_at_a_time(os.path.join(directory, f"e-{key[:16]}.start")) as turn:
+        served = _find(_slots(key, directory), question, timeout_s, silent)
+        if served is not None:
+            return served
+        endpoint = _free_slot(key, directory)
+        with build() as path:
+            _start(turn, endpoint, ["--data", f"{name}={path}", "--adopt"], max(linger_s, _LEAST_LINGER_S))
+            return _attach(endpoint, question, timeout_s)
+
+
+def remove_orphan(path: str) -> None:
+    """Remove the segment at `path` if nobody owns it."""
+    with contextlib.suppress(SegmentNotFoundError, SegmentFormatError):
+        segment = adopt_segment(path)
+        if segment is not None:
+            segment.unlink()
+            segment.close()
 
 
 def _key(data: Sequence[str], dtype: str | None, vocab_size: int | None) -> str:
@@ -200,10 +258,10 @@ def _one_at_a_time(path: str) -> Iterator[int]:
             os.close(fd)
 
 
-def _start(
-    turn: int, endpoint: str, data: Sequence[str], dtype: str | None, vocab_size: int | None, linger_s: float
-) -> None:
-    """Return when a new daemon at `endpoint` serves the data. Raises DaemonStartError with what it had to say.
+def _start(turn: int, endpoint: str, dataset: Sequence[str], linger_s: float) -> None:
+    """Return when a new daemon at `endpoint` serves what the arguments `dataset` say.
+
+    Raises DaemonStartError with what it had to say.
 
     `turn` is the lock that says whose turn it is to start one: it lasts until this start is over, even when this
     process is killed.
@@ -211,11 +269,7 @@ def _start(
     command = [sys.executable, "-m", "shmserve", "start", "--detach", "--endpoint", f"ipc://{endpoint}"]
     if linger_s < math.inf:
         command += ["--linger", str(linger_s)]
-    command += ["--data", *map(os.path.abspath, data)]
-    if dtype is not None:
-        command += ["--dtype", dtype]
-    if vocab_size is not None:
-        command += ["--vocab-size", str(vocab_size)]
+    command += dataset
     # A file rather than a pipe: nothing that inherits it can keep this process waiting.
     with tempfile.TemporaryFile("w+", errors="replace") as messages:
         done = subprocess.run(

@@ -23,6 +23,7 @@ values, the remedy.
     ├── SourceNotFoundError         (FileNotFoundError)  a file of the corpus does not exist
     ├── SourceFormatError           (ValueError)         a file is not what its format says, or is not supported
     │   └── VocabularyError                              a token id lies outside the vocabulary
+    ├── ObjectError                 (TypeError)          a Python value that cannot be stored
     └── OutOfSharedMemoryError      (OSError)            the segment does not fit into memory
 
 Codes travel on the wire, classes live at the two ends, and `ERROR_CLASSES` is built from the classes.
@@ -44,6 +45,7 @@ __all__ = [
     "DatasetNotFoundError",
     "DatasetNotReadyError",
     "EndpointError",
+    "ObjectError",
     "OutOfSharedMemoryError",
     "ProtocolError",
     "SampleIndexError",
@@ -187,6 +189,12 @@ class VocabularyError(SourceFormatError):
     """A token id lies outside the vocabulary that was declared."""
 
     code = "vocabulary"
+
+
+class ObjectError(ShmserveError, TypeError):
+    """A Python value that cannot be stored; the message holds the path to it."""
+
+    code = "object"
 
 
 class OutOfSharedMemoryError(ShmserveError, OSError):

@@ -32,6 +32,7 @@ __all__ = [
     "DESCRIPTION_OFFSET",
     "DTYPES",
     "HEADER",
+    "KINDS",
     "LAYOUT_VERSION",
     "MAGIC",
     "MAX_DIMENSIONS",
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 MAGIC: Final = b"SHMSERVE"
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 NONCE_NBYTES: Final = 16
 HEADER: Final = struct.Struct("<8sII16sQQQQQQI")
 """magic, layout version, header size, nonce, total_nbytes, generation, flags (0), description offset, description
@@ -76,6 +77,9 @@ DTYPES: Final = {
 }
 """The dtypes that a segment may hold, by their numpy names, as little-endian numpy dtypes."""
 
+KINDS: Final = ("tensor", "bytes", "text", "object")
+"""What the items of a sample are: numbers, raw bytes, a string as UTF-8, or any value as msgpack (see `objects`)."""
+
 
 @dataclass(frozen=True)
 class Array:
@@ -98,6 +102,8 @@ class Column:
     Fixed-shape (`offsets` is None): sample i is `values[i]`, and `values.shape[0]` is the number of samples.
     Ragged: `values` is 1-d and sample i is `values[offsets[i]:offsets[i + 1]]`; `offsets` is n+1 int64, in items.
     N-d ragged: sample i has the shape `shapes[shape_offsets[i]:shape_offsets[i + 1]]`, both int64.
+
+    The samples of a `kind` other than "tensor" are ragged uint8 values.
     """
 
     name: str
@@ -106,6 +112,8 @@ class Column:
     shapes: Array | None = None
     shape_offsets: Array | None = None
     kind: str = "tensor"
+    python: str = ""
+    """What the samples of a tensor were in Python: "number", "list", "array", "scalar" or "tensor"; "" for none."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,8 @@ class SourceRecord:
     """The dtype option that they were read with."""
     vocab_size: int | None = None
     """The vocabulary that the values were checked against."""
+    columns: tuple[str, ...] | None = None
+    """The columns that were chosen; None for all."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,8 @@ class Description:
     arrays: dict[str, Array] = field(default_factory=dict)
     """Arrays of the dataset rather than of a sample, such as Megatron's `document_indices` and `modes`."""
     stream: bool = False
+    table: bool = False
+    """Whether a sample is a map of its columns also where there is one column; said of published dicts."""
     notes: tuple[str, ...] = ()
     """What was assumed while reading, for people."""
     checksums: Checksums | None = None
@@ -259,7 +271,9 @@ def decode_header(head: bytes, file_nbytes: int) -> Header:
     Raises:
         SegmentFormatError: not a segment, another layout version, or sizes that contradict each other.
     """
-    if len(head) < HEADER.size or head[: len(MAGIC)] != MAGIC:
+    if head[: len(MAGIC)] == MAGIC and len(head) < HEADER.size:
+        raise SegmentFormatError(f"segment is damaged: {len(head)} bytes are less than its header")
+    if head[: len(MAGIC)] != MAGIC:
         raise SegmentFormatError(f"not a shmserve segment: it starts with {head[:8]!r}, not {MAGIC!r}")
     (_, version, header_nbytes, nonce, total, generation, flags, description_offset, description_nbytes, data, crc) = (
         HEADER.unpack_from(head)
@@ -323,7 +337,7 @@ def _check(description: Description, header: Header) -> None:
     if count < 0 or not names or len(set(names)) < len(names):
         raise SegmentFormatError(f"segment of {count} samples has {len(names)} columns with {len(set(names))} names")
     for column in description.columns:
-        if column.kind != "tensor":
+        if column.kind not in KINDS:
             raise SegmentFormatError(f"column {shown(column.name)} is of the unknown kind {shown(column.kind)}")
         if not _consistent(column, count):
             raise SegmentFormatError(f"column {shown(column.name)} contradicts the {count} samples of its dataset")
@@ -352,6 +366,8 @@ def is_shape(shape: Sequence[int]) -> bool:
 
 def _consistent(column: Column, count: int) -> bool:
     values, offsets, shapes, shape_offsets = column.values, column.offsets, column.shapes, column.shape_offsets
+    if column.kind != "tensor" and (values.dtype != "uint8" or offsets is None or shapes is not None):
+        return False
     index = [("int64", (count + 1,))]
     if offsets is None:
         return shapes is None and shape_offsets is None and len(values.shape) > 0 and values.shape[0] == count

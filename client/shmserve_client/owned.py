@@ -6,8 +6,10 @@ import errno
 import fcntl
 import os
 import resource
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +23,10 @@ from .mapping import HUGE_PAGE_NBYTES, Mapping, map_locked, map_private
 from .samples import Samples, open_samples
 from .segment import open_segment, read_prefix
 
-__all__ = ["OwnedSegment", "adopt_segment", "set_readers"]
+__all__ = ["FileSegment", "OwnedSegment", "adopt_segment", "set_readers"]
 
 _MAX_OPENED: Final = 64
+_WARM_NBYTES: Final = 8 << 20
 _SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
@@ -40,6 +43,7 @@ class OwnedSegment:
         description: validated.
         huge_nbytes: how many of its bytes are on huge pages.
         huge_refusal: why some 2 MiB steps are not, what that costs and the remedy; empty when all are.
+        generation: which version of the dataset it is.
     """
 
     _closed = True  # until the constructor has taken over the descriptor
@@ -49,6 +53,7 @@ class OwnedSegment:
         self.fd = fd
         self.path = path
         self.header, self.description = read_prefix(fd)
+        self.generation = self.header.generation
         data_offset, total_nbytes = self.header.data_offset, self.header.total_nbytes
         touched = map_private(fd, total_nbytes)
         touched.bytes[data_offset::HUGE_PAGE_NBYTES].sum()  # only what was touched can be seen to be huge
@@ -138,6 +143,39 @@ class OwnedSegment:
         if not self._closed:
             warnings.warn(f"{self.path} was not closed", ResourceWarning, source=self, stacklevel=2)
             self.close()
+
+
+class FileSegment(OwnedSegment):
+    """A segment file on disk, served in its place: nobody owns it, and it outlives the daemon."""
+
+    def __init__(self, path: str, generation: int) -> None:
+        """Open the file, which is served as this generation of its dataset.
+
+        Raises:
+            SegmentFormatError: not a segment that this version reads.
+            SegmentNotFoundError: it is gone.
+        """
+        fd = open_segment(path)
+        try:
+            super().__init__(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.generation = generation
+        self.huge_refusal = ""  # the page cache of a disk has small pages
+
+    def unlink(self) -> None:
+        """Do nothing: the file is its maker's."""
+
+    def warm(self, progress: Callable[[int, int], None], cancelled: threading.Event) -> None:
+        """Read all of the file once, so that its pages are in memory. Raises CancelledError when `cancelled` is set."""
+        buffer = bytearray(_WARM_NBYTES)
+        total_nbytes = self.header.total_nbytes
+        for start in range(0, total_nbytes, _WARM_NBYTES):
+            if cancelled.is_set():
+                raise CancelledError("loading was cancelled")
+            os.preadv(self.fd, [buffer], start)
+            progress(min(total_nbytes, start + _WARM_NBYTES), total_nbytes)
 
 
 def adopt_segment(path: str, *, gid: int | None = None) -> OwnedSegment | None:

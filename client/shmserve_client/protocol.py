@@ -126,8 +126,11 @@ class Load:
     data: list[str]
     dtype: str | None = None
     vocab_size: int | None = None
+    columns: list[str] | None = None
     block_size: int | None = None
     stride: int | None = None
+    mode: str = "load"
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

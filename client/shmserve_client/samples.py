@@ -339,6 +339,10 @@ def open_samples(
     chosen = find_column(description, column)
     if block_size < 0 or stride < 0:
         raise BlockSizeError(f"block_size {block_size} and stride {stride} must be positive")
+    if block_size and chosen.kind != "tensor":
+        raise BlockSizeError(
+            f"block_size {block_size}: column {chosen.name!r} is of the kind {chosen.kind}, not tokens"
+        )
     if block_size:
         return _Windows(chosen, array, block_size, stride or block_size)
     if stride:

@@ -1,16 +1,19 @@
-"""From the numpy view of a sample to what training gets: which dtype, whose memory, one tensor or a dict of them."""
+"""From the numpy view of a sample to what training gets: which type, whose memory, one value or a dict of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .errors import ConfigError, SampleValueError
+from .errors import ConfigError, SampleValueError, SegmentFormatError
+from .layout import DTYPES, Column
+from .objects import unpack_object
 from .samples import Int64s, Samples
 
 __all__ = [
@@ -25,18 +28,50 @@ __all__ = [
     "shared_reader",
     "tensor_maker",
     "value_limits",
+    "value_maker",
 ]
 
 DtypeOption: TypeAlias = "torch.dtype | Literal['stored'] | None"
 Transform: TypeAlias = Callable[[Any], Any]
-TensorMaker: TypeAlias = Callable[[NDArray[Any], int], torch.Tensor]
-"""Makes a tensor of the view of a sample and of its index, which is for the error message alone."""
+Maker: TypeAlias = Callable[[NDArray[Any], int], Any]
+"""Makes what training gets, of the view of a sample and of its index, which is for the error message alone."""
 
 _WITHOUT_ARITHMETIC: Final = frozenset(map(np.dtype, ("uint16", "uint32", "uint64")))
 """torch can hold these, and do next to nothing with them."""
 
 
-def tensor_maker(stored: np.dtype[Any], dtype: DtypeOption, *, private: bool) -> TensorMaker:
+def value_maker(column: Column, dtype: DtypeOption, *, private: bool) -> Maker:
+    """Return what turns views of a column's samples into values: tensors, or bytes, strings and objects, by its kind.
+
+    Those other than tensors are copies always, and `dtype` does not matter to them. Raises ConfigError as
+    `tensor_maker`; what it returns raises SegmentFormatError where the bytes are not what the column says.
+    """
+    check_dtype(dtype)
+    match column.kind:
+        case "bytes":
+            return lambda view, index: view.tobytes()
+        case "text":
+            return partial(_text, column.name)
+        case "object":
+            return partial(_object, column.name)
+    return tensor_maker(DTYPES[column.values.dtype], dtype, private=private)
+
+
+def _text(name: str, view: NDArray[Any], index: int) -> str:
+    try:
+        return str(view.data, "utf-8")
+    except UnicodeDecodeError as error:
+        raise SegmentFormatError(f"sample {index} of column {name!r} is not UTF-8: {error}") from error
+
+
+def _object(name: str, view: NDArray[Any], index: int) -> Any:
+    try:
+        return unpack_object(view.data)
+    except SegmentFormatError as error:
+        raise SegmentFormatError(f"sample {index} of column {name!r}: {error}") from error
+
+
+def tensor_maker(stored: np.dtype[Any], dtype: DtypeOption, *, private: bool) -> Maker:
     """Return what turns views of dtype `stored` into tensors.
 
     Args:
@@ -88,7 +123,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
         return None
 
 
-def _same_dtype(private: bool) -> TensorMaker:
+def _same_dtype(private: bool) -> Maker:
     # Sample by sample, since a slice of one large tensor takes the whole storage along when a worker sends it.
     from_numpy = torch.from_numpy
     if private:
@@ -96,7 +131,7 @@ def _same_dtype(private: bool) -> TensorMaker:
     return lambda view, index: from_numpy(view)
 
 
-def _converting(stored: np.dtype[Any], target: np.dtype[Any]) -> TensorMaker:
+def _converting(stored: np.dtype[Any], target: np.dtype[Any]) -> Maker:
     from_numpy = torch.from_numpy
     limits = value_limits(stored, target)
     if limits is None:
@@ -110,7 +145,7 @@ def _converting(stored: np.dtype[Any], target: np.dtype[Any]) -> TensorMaker:
     return make
 
 
-def _converting_in_torch(intermediate: np.dtype[Any], dtype: torch.dtype) -> TensorMaker:
+def _converting_in_torch(intermediate: np.dtype[Any], dtype: torch.dtype) -> Maker:
     from_numpy = torch.from_numpy
     return lambda view, index: from_numpy(view.astype(intermediate)).to(dtype)
 
@@ -147,15 +182,15 @@ def value_limits(stored: np.dtype[Any], target: np.dtype[Any]) -> Limits | None:
 
 @dataclass(frozen=True)
 class OpenColumn:
-    """A column whose samples become tensors."""
+    """A column whose samples become what training gets."""
 
     samples: Samples
-    make: TensorMaker
+    make: Maker
 
 
 def shared_reader(columns: Mapping[str, OpenColumn], transform: Transform | None) -> Callable[[int], Any]:
-    """Return what gives sample i, its place read from the segment: a tensor, or a dict of them, transformed."""
-    readers = {name: _tensor_reader(column) for name, column in columns.items()}
+    """Return what gives sample i, its place read from the segment: a value, or a dict of them, transformed."""
+    readers = {name: _reader(column) for name, column in columns.items()}
     if len(readers) == 1:
         (read,) = readers.values()
     else:
@@ -168,7 +203,7 @@ def shared_reader(columns: Mapping[str, OpenColumn], transform: Transform | None
     return lambda position: transform(read(position))
 
 
-def _tensor_reader(column: OpenColumn) -> Callable[[int], Any]:
+def _reader(column: OpenColumn) -> Callable[[int], Any]:
     view, make = column.samples.read, column.make
     return lambda position: make(view(position), position)
 
@@ -180,18 +215,18 @@ def remote_reader(
 ) -> Callable[[Int64s], list[Any]]:
     """Return what gives the list of the samples at positions, their places told by `extents`."""
 
-    def read_column(column: OpenColumn, positions: Int64s) -> list[torch.Tensor]:
+    def read_column(column: OpenColumn, positions: Int64s) -> list[Any]:
         offsets, nbytes = extents(column.samples, positions)
         places = zip(positions.tolist(), offsets.tolist(), nbytes.tolist(), strict=True)
         return [column.make(column.samples.view_at(*place), place[0]) for place in places]
 
     def read_many(positions: Int64s) -> list[Any]:
-        tensors = {name: read_column(column, positions) for name, column in columns.items()}
+        values = {name: read_column(column, positions) for name, column in columns.items()}
         samples: list[Any]
-        if len(tensors) == 1:
-            (samples,) = tensors.values()
+        if len(values) == 1:
+            (samples,) = values.values()
         else:
-            samples = [dict(zip(tensors, sample, strict=True)) for sample in zip(*tensors.values(), strict=True)]
+            samples = [dict(zip(values, sample, strict=True)) for sample in zip(*values.values(), strict=True)]
         return samples if transform is None else list(map(transform, samples))
 
     return read_many

@@ -9,10 +9,10 @@ import errno
 import mmap
 import os
 import secrets
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from .locks import take_owner_lock
 from .owned import OwnedSegment, set_readers
 from .segment import segment_filename
 
-__all__ = ["Piece", "Values", "place_pieces", "write_segment"]
+__all__ = ["Piece", "Values", "open_unnamed", "place_pieces", "write_segment", "write_segment_file"]
 
 
 class Piece(ABC):
@@ -85,6 +85,7 @@ def write_segment(
     vocab_size: int | None,
     gid: int | None = None,
     generation: int = 1,
+    waiting_nbytes: Callable[[], int] = lambda: 0,
 ) -> OwnedSegment:
     """Return the complete, populated segment, linked to its name in `shm_dir` and owned by this process.
 
@@ -99,6 +100,7 @@ def write_segment(
         vocab_size: every value of the first column must lie in `[0, vocab_size)`; None: no check.
         gid: a group that may read the segment, besides its user.
         generation: which version of the dataset it is, from 1 up.
+        waiting_nbytes: tells how much memory of `shm_dir` the pieces hold that they give back as they are read.
 
     Raises:
         CancelledError: `cancelled` was set (`concurrent.futures.CancelledError`).
@@ -108,47 +110,23 @@ def write_segment(
         SourceFormatError: a source file has changed or cannot be read.
         VocabularyError: a value outside the vocabulary; the first of all is named.
     """
-    placed, data_offset, total_nbytes = place_arrays(description)
-    spans = place_pieces(placed.all_arrays(), pieces)
-    checks: list[WindowCheck] = []
-    if vocab_size is not None:
-        checks.append(_value_check(placed, spans, vocab_size))
-    sums = None
-    if placed.checksums is not None:
-        sums = ChunkSums(data_offset, placed.checksums.values.offset)
-        checks.append(sums)
-    nonce = secrets.token_bytes(NONCE_NBYTES)
-    prefix = encode_prefix(
-        placed, data_offset=data_offset, total_nbytes=total_nbytes, nonce=nonce, generation=generation
-    )
-    # Judged as a reader will judge it, before there is anything to take back.
-    decode_description(prefix[DESCRIPTION_OFFSET:], decode_header(prefix, total_nbytes))
-    # The rest up to the data is a hole, which takes no memory, so that a tiny dataset stays tiny.
-    needed_nbytes = _whole_pages(len(prefix)) + _whole_pages(total_nbytes - data_offset)
-    fd = _open_unnamed(shm_dir)
+    prepared = _Prepared(description, pieces, vocab_size, generation)
+    needed_nbytes = prepared.needed_nbytes
+    fd = open_unnamed(shm_dir)
     try:
-        check_room(needed_nbytes, shm_dir)
+        check_room(max(0, needed_nbytes - waiting_nbytes()), shm_dir)
         take_owner_lock(fd)  # nobody else can hold it yet; whoever finds the name finds it locked
-        os.ftruncate(fd, total_nbytes)
-        filling = Filling(
+        refusal_errno = prepared.fill(
             fd,
-            start=data_offset,
-            total_nbytes=total_nbytes,
-            spans=spans,
-            checks=checks,
-            check_room=partial(check_room, shm_dir=shm_dir, loading=True),
+            check_room=lambda nbytes: check_room(max(0, nbytes - waiting_nbytes()), shm_dir, loading=True),
             progress=progress,
             cancelled=cancelled,
         )
-        filling.run()
-        if sums is not None:
-            os.pwrite(fd, sums.sealed(), sums.stop)
-        os.pwrite(fd, prefix, 0)
         set_readers(fd, gid)
-        path = os.path.join(shm_dir, segment_filename(description.name, nonce))
+        path = os.path.join(shm_dir, segment_filename(description.name, prepared.nonce))
         _link(fd, path)
         try:
-            return OwnedSegment(fd, path, refusal_errno=filling.refusal_errno)
+            return OwnedSegment(fd, path, refusal_errno=refusal_errno)
         except BaseException:
             os.unlink(path)
             raise
@@ -162,6 +140,97 @@ def write_segment(
         finally:
             os.ftruncate(fd, 0)  # now, and not when the last traceback that refers to the mapping is gone
             os.close(fd)
+
+
+def write_segment_file(
+    description: Description,
+    pieces: Sequence[Sequence[Piece]],
+    path: str,
+    *,
+    progress: Callable[[int, int], None],
+    cancelled: threading.Event,
+    vocab_size: int | None,
+) -> None:
+    """Write the segment as a file on disk, under a new name. After an exception of any kind nothing is left of it.
+
+    Args:
+        description: as for `write_segment`, and so are `pieces`, `progress`, `cancelled` and `vocab_size`.
+        pieces: likewise.
+        path: the file, which must not exist yet.
+        progress: likewise.
+        cancelled: likewise.
+        vocab_size: likewise.
+
+    Raises:
+        ConfigError: the file exists, cannot be created, or does not fit on its disk.
+        ShmserveError: as `write_segment`.
+    """
+    prepared = _Prepared(description, pieces, vocab_size, generation=1)
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{os.path.basename(path)}.") as file:
+            prepared.fill(file.fileno(), check_room=lambda nbytes: None, progress=progress, cancelled=cancelled)
+            umask = os.umask(0o077)
+            os.umask(umask)
+            os.fchmod(file.fileno(), 0o666 & ~umask)
+            os.fsync(file.fileno())
+            os.link(file.name, path)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already: remove it first, or name another file") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({prepared.needed_nbytes} bytes): {error.strerror}") from error
+
+
+class _Prepared:
+    """A segment that is to be written: its arrays placed, and its header and description known to be valid."""
+
+    def __init__(
+        self, description: Description, pieces: Sequence[Sequence[Piece]], vocab_size: int | None, generation: int
+    ) -> None:
+        placed, data_offset, total_nbytes = place_arrays(description)
+        self._spans = place_pieces(placed.all_arrays(), pieces)
+        self._checks: list[WindowCheck] = []
+        if vocab_size is not None:
+            self._checks.append(_value_check(placed, self._spans, vocab_size))
+        self._sums = None
+        if placed.checksums is not None:
+            self._sums = ChunkSums(data_offset, placed.checksums.values.offset)
+            self._checks.append(self._sums)
+        self.nonce = secrets.token_bytes(NONCE_NBYTES)
+        self._prefix = encode_prefix(
+            placed, data_offset=data_offset, total_nbytes=total_nbytes, nonce=self.nonce, generation=generation
+        )
+        self._data_offset, self._total_nbytes = data_offset, total_nbytes
+        # Judged as a reader will judge it, before there is anything to take back.
+        decode_description(self._prefix[DESCRIPTION_OFFSET:], decode_header(self._prefix, total_nbytes))
+        # The rest up to the data is a hole, which takes no memory, so that a tiny dataset stays tiny.
+        self.needed_nbytes = _whole_pages(len(self._prefix)) + _whole_pages(total_nbytes - data_offset)
+
+    def fill(
+        self,
+        fd: int,
+        *,
+        check_room: Callable[[int], None],
+        progress: Callable[[int, int], None],
+        cancelled: threading.Event,
+    ) -> int:
+        """Write all of it to the empty file; return why the kernel refused a huge page, 0 if it never did."""
+        os.ftruncate(fd, self._total_nbytes)
+        filling = Filling(
+            fd,
+            start=self._data_offset,
+            total_nbytes=self._total_nbytes,
+            spans=self._spans,
+            checks=self._checks,
+            check_room=check_room,
+            progress=progress,
+            cancelled=cancelled,
+        )
+        filling.run()
+        if self._sums is not None:
+            os.pwrite(fd, self._sums.sealed(), self._sums.stop)
+        os.pwrite(fd, self._prefix, 0)
+        return filling.refusal_errno
 
 
 def place_pieces(arrays: Sequence[Array], pieces: Sequence[Sequence[Piece]]) -> list[Span]:
@@ -194,7 +263,7 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _open_unnamed(shm_dir: str) -> int:
+def open_unnamed(shm_dir: str) -> int:
     """Return the descriptor of a new file without a name, which goes with its last user."""
     try:
         return os.open(shm_dir, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o400)

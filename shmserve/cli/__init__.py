@@ -14,6 +14,7 @@ import click
 from shmserve.progress import settle
 from shmserve_client.version import __version__
 
+from .build import build
 from .demo import demo
 from .inspect import inspect
 from .keys import keys
@@ -41,7 +42,24 @@ def cli(log_level: str) -> None:
     )
 
 
-for command in (start, stop, load, reload, unload, status, ls, lookup, inspect, verify, monitor, plot, gc, keys, demo):
+for command in (
+    start,
+    stop,
+    load,
+    reload,
+    unload,
+    status,
+    ls,
+    lookup,
+    inspect,
+    build,
+    verify,
+    monitor,
+    plot,
+    gc,
+    keys,
+    demo,
+):
     cli.add_command(command)
 
 

@@ -35,17 +35,24 @@ def load(
     data: tuple[str, ...],
     dtype: str | None,
     vocab_size: int | None,
+    columns: tuple[str, ...] | None,
     block_size: int | None,
     stride: int | None,
+    mode: str,
+    warm: bool,
     endpoint: str | None,
 ) -> None:
     """Load one more dataset into the running daemon, and wait until it is served.
 
     Several paths are the shards of one dataset. Ctrl-C ends the waiting, not the loading: `unload` does that.
     """
-    (config,) = datasets_from_arguments([data], SourceOptions(dtype, vocab_size), block_size=block_size, stride=stride)
+    options = SourceOptions(dtype, vocab_size, columns)
+    (config,) = datasets_from_arguments([data], options, block_size=block_size, stride=stride, mode=mode, warm=warm)
     path = find_own_daemon(endpoint)
-    accepted = _order(path, Load(config.name, list(config.data), dtype, vocab_size, block_size, stride))
+    chosen = None if columns is None else list(columns)
+    accepted = _order(
+        path, Load(config.name, list(config.data), dtype, vocab_size, chosen, block_size, stride, mode, warm)
+    )
     _wait(path, accepted)
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import click
 
+from shmserve.config import MODES
 from shmserve.progress import harmless
 from shmserve_client.connection import Connection
 from shmserve_client.errors import ProtocolError, ShmserveError, printable
@@ -21,6 +22,7 @@ __all__ = [
     "FailedError",
     "Group",
     "ask",
+    "columns_option",
     "dataset_options",
     "echo_json",
     "endpoint_option",
@@ -47,14 +49,37 @@ keys_option = option(
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = tuple(name.strip() for name in value.split(","))
+    if not all(names):
+        raise click.BadParameter(f"{value!r} has an empty name")
+    return names
+
+
+columns_option = option(
+    "--columns", callback=_names, metavar="A,B", help="Which columns of a table, in this order.  [default: all]"
+)
+
+
 def dataset_options(command: Decorated) -> Decorated:
     """Give the command the options of the datasets that it names."""
     for add in (
+        option("--warm", is_flag=True, help="With --mode map: read the file once, so that it is in memory."),
+        option(
+            "--mode",
+            type=click.Choice(MODES),
+            default="load",
+            show_default=True,
+            help="Whether to load into shared memory, or have clients map a file of `build` where it is.",
+        ),
         option(
             "--stride", type=int, metavar="S", help="The clients' default step from window to window.  [default: B]"
         ),
         option("--block-size", type=int, metavar="B", help="The clients' default window, in tokens."),
         option("--vocab-size", type=int, metavar="N", help="Refuse token ids outside [0, N)."),
+        columns_option,
         option("--dtype", metavar="DTYPE", help="What a file without a header holds, such as uint16."),
     ):
         command = add(command)

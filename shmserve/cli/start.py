@@ -82,7 +82,7 @@ class _Data(click.types.StringParamType):
     type=_Data(),
     multiple=True,
     metavar="[NAME=]PATH...",
-    help="A dataset: file, directory, glob or prefix. Repeat for more; the variable holds one [NAME=]PATH.",
+    help="A dataset: file, directory, glob, prefix, or module:name. Repeat for more; the variable holds one.",
 )
 @option("--config", type=click.Path(path_type=Path), help="A TOML file with [datasets.NAME] tables.")
 @dataset_options
@@ -95,6 +95,7 @@ class _Data(click.types.StringParamType):
 @option("--tcp", metavar="HOST:PORT", help="Answer clients there, too; port 0 is any free one.")
 @option("--keys", metavar="DIR", help="For --tcp: let in only whose key is in DIR/clients, see `shmserve keys`.")
 @option("--detach/--no-detach", default=False, help="Return when everything is served.")
+@click.option("--adopt", is_flag=True, hidden=True)  # take over the segment that a process has published
 @click.option("--ready-fd", type=int, hidden=True)
 @click.pass_context
 def start(ctx: click.Context, /, *, detach: bool, ready_fd: int | None, **given: Any) -> None:
@@ -127,8 +128,12 @@ def _daemon_config(
     config: Path | None,
     dtype: str | None,
     vocab_size: int | None,
+    columns: tuple[str, ...] | None,
     block_size: int | None,
     stride: int | None,
+    mode: str,
+    warm: bool,
+    adopt: bool,
     endpoint: str | None,
     shm_dir: str | None,
     group: str | None,
@@ -141,8 +146,15 @@ def _daemon_config(
     """Return what the daemon is to do: the arguments go before the file, and their datasets are added to its."""
     file = read_config_file(config) if config is not None else FileConfig()
     arguments = [paths.split(_PATH_SEPARATOR) for paths in data]
-    options = SourceOptions(dtype, vocab_size)
-    named = datasets_from_arguments(arguments, options, block_size=block_size, stride=stride)
+    options = SourceOptions(dtype, vocab_size, columns)
+    named = datasets_from_arguments(
+        arguments,
+        options,
+        block_size=block_size,
+        stride=stride,
+        mode="adopt" if adopt else mode,
+        warm=warm,
+    )
     endpoint = endpoint or file.endpoint
     group = group or file.group
     keys = keys or file.keys

@@ -1,19 +1,24 @@
-"""What a source is: it recognises one shard on disk, says which files it needs, and plans the arrays of its segment.
+"""What a source is: it recognises one shard on disk, says which files it needs, and plans the columns of its segment.
 
 Recognising reads a few bytes of a file's head. Planning reads and checks the index, in bounded memory. Neither reads
-the values: they flow from the files straight into the segment, piece by piece, when the writer asks for them.
+the values: they flow from the files straight into the segment, piece by piece, when the writer asks for them. Where
+values lie otherwise in their file than in a segment, a `DecodedSource` turns them into chunks of rows, in a process of
+its own (`shmserve.decoding`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+from shmserve_client.chunks import Chunk
+from shmserve_client.plans import ArrayPlan, ColumnPlan, JoinedColumn, Positions
 from shmserve_client.writer import Piece
 
-__all__ = ["HEAD_NBYTES", "ArrayPlan", "Corpus", "Positions", "RaggedPlan", "ShardPlan", "Source", "SourceOptions"]
+__all__ = ["HEAD_NBYTES", "Corpus", "DecodedSource", "ShardPlan", "Source", "SourceOptions", "chosen"]
 
 HEAD_NBYTES = 64
 """How many bytes of a file `recognise` is given."""
@@ -21,66 +26,34 @@ HEAD_NBYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """What a person may say about a corpus. Both change what may be served, so both belong to the fingerprint."""
+    """What a person may say about a corpus. All change what may be served, so all belong to the fingerprint."""
 
     dtype: str | None = None
     """The items of a file without a header, as a numpy name; refused where the file itself says otherwise."""
     vocab_size: int | None = None
     """Every token id must lie in [0, vocab_size); checked while loading."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayPlan:
-    """An array to be written: dtype, shape, and the pieces that follow each other in its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-
-class Positions(Piece, ABC):
-    """A piece of int64 positions that can be moved on by the length of the shards before."""
-
-    @abstractmethod
-    def shifted(self, by: int) -> Positions:
-        """Return the same positions, each `by` larger."""
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedPlan:
-    """How `values` divides into samples: int64 starts, relative to this shard's first value, without the last end.
-
-    N-d samples also have `shapes` (int64, 1-d) and, again without the last end, `shape_starts`; `flat` says that all of
-    this shard's are 1-d, so that the shapes tell nothing where no other shard's do.
-    """
-
-    count: int
-    starts: tuple[Positions, ...]
-    shapes: ArrayPlan | None = None
-    shape_starts: tuple[Positions, ...] = ()
-    flat: bool = False
+    columns: tuple[str, ...] | None = None
+    """The columns to load, in this order; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One shard's part of the dataset's single column.
+    """One shard's part of the dataset: its columns, which have as many samples each."""
 
-    `values` is 1-d and divided by `ragged` into samples; or, where `ragged` is None, its first axis counts the samples.
-    `stream` marks flat tokens, which have samples only through a block_size.
-    """
-
-    column: str
-    values: ArrayPlan
-    ragged: RaggedPlan | None = None
+    columns: tuple[ColumnPlan, ...]
     stream: bool = False
+    """Flat tokens, which have samples only through a block_size."""
     documents: tuple[Positions, ...] | None = None
     """Megatron's document_indices without their leading 0: sequence indices in [0, count]. None: it has none."""
     modes: tuple[Piece, ...] | None = None
     """Megatron's int8 mode of each sequence. None: the shard is not multimodal, or has no sequence that would tell."""
-    any_dtype: bool = False
-    """The shard has no values, and nothing else tells their dtype: it is that of the other shards."""
     notes: tuple[str, ...] = ()
     """What was assumed, for people; without the shard's path, so that shards which assume the same say it once."""
+
+    @property
+    def count(self) -> int:
+        """How many samples it has."""
+        return self.columns[0].count
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +61,8 @@ class Corpus:
     """All shards joined: what the loader turns into a segment."""
 
     format: str
-    column: str
     num_samples: int
-    values: ArrayPlan
-    offsets: ArrayPlan | None = None
-    shapes: ArrayPlan | None = None
-    shape_offsets: ArrayPlan | None = None
+    columns: tuple[JoinedColumn, ...]
     arrays: dict[str, ArrayPlan] = field(default_factory=dict)
     stream: bool = False
     notes: tuple[str, ...] = ()
@@ -104,6 +73,8 @@ class Source(ABC):
 
     suffixes: ClassVar[tuple[str, ...]]
     """How the names of the shard's own files end, so that a directory's other files are passed over."""
+    may_accompany: ClassVar[bool] = False
+    """Whether such files also lie beside other data, as vocabularies, logs and notes do: then they are passed over."""
     values: Path
     """The file of the values."""
 
@@ -136,3 +107,55 @@ class Source(ABC):
         Raises:
             SourceFormatError: the files contradict their format, each other or the options.
         """
+
+
+class DecodedSource(Source):
+    """A shard whose values must be decoded. `parts` and `decode` run in processes of their own, which may be killed."""
+
+    columns_vary: ClassVar[bool] = False
+    """Whether chunks may lack columns that others have: their rows then have None there."""
+
+    @classmethod
+    def recognise_directory(cls, directory: Path) -> Sequence[Self] | None:
+        """Return the shards that the directory as a whole is, in their order, or None if it is of another format.
+
+        Raises:
+            SourceNotFoundError: a file that its index names is missing.
+            SourceFormatError: surely this format, but damaged, or one of its kinds that is not supported.
+        """
+        return None
+
+    def plan(self, options: SourceOptions) -> ShardPlan:
+        """Never called: what a shard holds is known when it is decoded."""
+        raise NotImplementedError
+
+    def parts(self) -> list[Any]:
+        """Return the parts that can be decoded side by side, in their order, as values that JSON has.
+
+        The default is one part, `None`. Parts are best 16 to 256 MiB of the file. Raises as `decode`.
+        """
+        return [None]
+
+    @abstractmethod
+    def decode(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
+        """Yield the part's rows, some after others: for each column, in the same order each time, its values.
+
+        A chunk is best of 8 to 64 MiB; a source without rows yields one without rows, where it knows its columns.
+
+        Args:
+            part: one of `parts`.
+            columns: which ones to decode, in this order; None for all. Reading no others saves time where it can.
+
+        Raises:
+            SourceFormatError: the file is damaged or not supported; the message names the file, and row and column.
+            ConfigError: there is no such column (`select`), or a library is missing (`require`).
+        """
+
+
+def chosen(present: Iterable[str], columns: Sequence[str] | None) -> list[str]:
+    """Return those of the present columns that a person chose; all where none of these is present.
+
+    For sources whose columns vary: the rows are to be counted also where they lack what was chosen.
+    """
+    found = list(present)
+    return [name for name in found if columns is None or name in columns] or found

@@ -14,10 +14,11 @@ import numpy as np
 
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES
+from shmserve_client.plans import ArrayPlan, ColumnPlan, PositionList, RaggedPlan
 
-from .base import ArrayPlan, RaggedPlan, ShardPlan, Source, SourceOptions
+from .base import ShardPlan, Source, SourceOptions
 from .files import chunks, first_fall, missing, read_array, read_head, size_of
-from .pieces import FileSpan, PositionList, PositionSpan
+from .pieces import FileSpan, PositionSpan
 
 __all__ = ["DatatroveTokens"]
 
@@ -80,10 +81,14 @@ class DatatroveTokens(Source):
             )
         starts = (PositionList(np.zeros(1, np.int64)), PositionSpan(self._index, 0, 8 * (count - 1))) if count else ()
         return ShardPlan(
-            "tokens",
-            ArrayPlan(dtype, (tokens,), (FileSpan(self.values, 0, nbytes),)),
-            RaggedPlan(count, starts),
-            any_dtype=tokens == 0 and not self._metadata.is_file(),
+            (
+                ColumnPlan(
+                    "tokens",
+                    ArrayPlan(dtype, (tokens,), (FileSpan(self.values, 0, nbytes),)),
+                    RaggedPlan(count, starts),
+                    any_dtype=tokens == 0 and not self._metadata.is_file(),
+                ),
+            ),
             notes=()
             if self._metadata.is_file() or tokens == 0
             else (f"no metadata: {dtype} tokens, by the sizes of file and index",),

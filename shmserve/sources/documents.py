@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shmserve_client.errors import SourceFormatError
+from shmserve_client.plans import Positions
 
-from .base import Positions
 from .files import chunks, first_fall, read_array
 from .pieces import PositionSpan
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES
+from shmserve_client.plans import ArrayPlan, ColumnPlan, PositionList, RaggedPlan
 
-from .base import ArrayPlan, RaggedPlan, ShardPlan, Source, SourceOptions
+from .base import ShardPlan, Source, SourceOptions
 from .files import read_array, size_of
-from .pieces import FileSpan, PositionList
+from .pieces import FileSpan
 from .refused import refuse
 
 __all__ = ["FlatTokens"]
@@ -77,9 +78,13 @@ class FlatTokens(Source):
             )
         tokens = nbytes // itemsize
         return ShardPlan(
-            column="tokens",
-            values=ArrayPlan(dtype, (tokens,), (FileSpan(self.values, 0, nbytes),)),
-            ragged=None if self.bounds is None else _documents(self.bounds, tokens),
+            (
+                ColumnPlan(
+                    "tokens",
+                    ArrayPlan(dtype, (tokens,), (FileSpan(self.values, 0, nbytes),)),
+                    None if self.bounds is None else _documents(self.bounds, tokens),
+                ),
+            ),
             stream=self.bounds is None,
             notes=() if options.dtype else self._notes(tokens),
         )

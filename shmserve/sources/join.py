@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shmserve_client.errors import SourceFormatError
+from shmserve_client.errors import ConfigError, SourceFormatError
 from shmserve_client.layout import DTYPES
+from shmserve_client.plans import ArrayPlan, ColumnPlan, PositionList, join_column
 from shmserve_client.writer import Piece
 
-from .base import ArrayPlan, Corpus, Positions, RaggedPlan, ShardPlan, SourceOptions
-from .pieces import PositionList
+from .base import Corpus, ShardPlan, SourceOptions
 
 __all__ = ["join"]
 
@@ -28,9 +28,10 @@ def join(source_format: str, shards: Sequence[tuple[Path, ShardPlan]], options: 
         options: what a person said about the corpus.
 
     Raises:
-        SourceFormatError: the shards differ in dtype or shape, or contradict the options.
+        ConfigError: a column that was chosen is not there.
+        SourceFormatError: the shards differ in columns, dtype or shape, or contradict the options.
     """
-    shards = _completed(shards)
+    shards = _completed([(path, _chosen(path, plan, options.columns)) for path, plan in shards])
     first_path, first = shards[0]
     for path, plan in shards:
         if _kind(plan) != _kind(first):
@@ -38,83 +39,84 @@ def join(source_format: str, shards: Sequence[tuple[Path, ShardPlan]], options: 
                 f"shards of one corpus differ: {first_path} has {_kind(first)}, {path} has {_kind(plan)}: "
                 "serve them as two datasets"
             )
-    dtype = first.values.dtype
+    column = first.columns[0]
+    dtype = column.values.dtype
     if options.dtype not in (None, dtype):
         raise SourceFormatError(
             f"{first_path}: its {source_format} header says {dtype}, not {options.dtype}: leave out --dtype "
             "(a --config gives each dataset its own)"
         )
-    if options.vocab_size is not None and DTYPES[dtype].kind not in "iu":
-        raise SourceFormatError(f"{first_path}: {dtype} values are not token ids: leave out --vocab-size")
+    if options.vocab_size is not None and (column.kind != "tensor" or DTYPES[dtype].kind not in "iu"):
+        raise SourceFormatError(
+            f"{first_path}: the values of column {column.name!r}, {dtype if column.kind == 'tensor' else column.kind}, "
+            "are not token ids: leave out --vocab-size, or name the column that has them first in --columns"
+        )
 
     plans = [plan for _, plan in shards]
-    values = _concatenate([plan.values for plan in plans])
-    counts = [plan.values.shape[0] if plan.ragged is None else plan.ragged.count for plan in plans]
-    ragged = [plan.ragged for plan in plans if plan.ragged is not None]
-    offsets = shapes = shape_offsets = None
-    if ragged:
-        offsets = _offsets([plan.starts for plan in ragged], [plan.values.shape[0] for plan in plans], sum(counts))
-        shapes, shape_offsets = _join_shapes(ragged, sum(counts))
+    counts = [plan.count for plan in plans]
     return Corpus(
         format=source_format,
-        column=first.column,
         num_samples=sum(counts),
-        values=values,
-        offsets=offsets,
-        shapes=shapes,
-        shape_offsets=shape_offsets,
+        columns=tuple(join_column(parts) for parts in zip(*(plan.columns for plan in plans), strict=True)),
         arrays=_join_arrays(plans, counts),
         stream=first.stream,
         notes=tuple(dict.fromkeys(chain.from_iterable(plan.notes for plan in plans))),
     )
 
 
+def _chosen(path: Path, plan: ShardPlan, columns: tuple[str, ...] | None) -> ShardPlan:
+    """Return the plan with the columns that a person chose."""
+    if columns is None:
+        return plan
+    present = {column.name: column for column in plan.columns}
+    for name in columns:
+        if name not in present:
+            raise ConfigError(f"{path}: no column {name!r}: it has {', '.join(map(repr, present))}")
+    return replace(plan, columns=tuple(present[name] for name in columns))
+
+
 def _completed(shards: Sequence[tuple[Path, ShardPlan]]) -> list[tuple[Path, ShardPlan]]:
     """Return the shards, what one is too empty to tell taken from the others."""
-    plans = [plan for _, plan in shards]
-    dtype = next((plan.values.dtype for plan in plans if not plan.any_dtype), plans[0].values.dtype)
-    multimodal = any(plan.modes is not None for plan in plans)
+    told: dict[str, str] = {}
+    for _, plan in shards:
+        for column in plan.columns:
+            if not column.any_dtype:
+                told.setdefault(column.name, column.values.dtype)
+    multimodal = any(plan.modes is not None for _, plan in shards)
     return [
         (
             path,
             replace(
                 plan,
-                values=replace(plan.values, dtype=dtype) if plan.any_dtype else plan.values,
-                modes=() if multimodal and plan.ragged is not None and plan.ragged.count == 0 else plan.modes,
+                columns=tuple(_with_dtype(column, told.get(column.name)) for column in plan.columns),
+                modes=() if multimodal and plan.columns[0].ragged is not None and not plan.count else plan.modes,
             ),
         )
         for path, plan in shards
     ]
 
 
+def _with_dtype(column: ColumnPlan, dtype: str | None) -> ColumnPlan:
+    if dtype is None or not column.any_dtype:
+        return column
+    return replace(column, values=replace(column.values, dtype=dtype))
+
+
 def _kind(plan: ShardPlan) -> str:
     """Return in words what two shards must have in common."""
-    samples = "a token stream" if plan.stream else f"rows of shape {plan.values.shape[1:]}"
-    if plan.ragged is not None:
-        samples = "ragged samples"
+    columns = [_column_kind(column, plan) for column in plan.columns]
     extras = [name for name, part in (("documents", plan.documents), ("modes", plan.modes)) if part is not None]
-    return " with ".join((f"{plan.values.dtype} {samples}", *extras))
+    return " with ".join((", ".join(columns), *extras))
 
 
-def _concatenate(arrays: Sequence[ArrayPlan]) -> ArrayPlan:
-    """Return the arrays as one, along the first axis."""
-    shape = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
-    return ArrayPlan(arrays[0].dtype, shape, tuple(chain.from_iterable(array.pieces for array in arrays)))
-
-
-def _offsets(starts: Sequence[Sequence[Positions]], lengths: Sequence[int], count: int) -> ArrayPlan:
-    """Return the `count` starts of all shards, each moved on by the lengths of those before, and the last end."""
-    *bases, end = accumulate(lengths, initial=0)
-    moved = (piece.shifted(base) for pieces, base in zip(starts, bases, strict=True) for piece in pieces)
-    return ArrayPlan("int64", (count + 1,), (*moved, PositionList(np.array([end]))))
-
-
-def _join_shapes(ragged: Sequence[RaggedPlan], count: int) -> tuple[ArrayPlan | None, ArrayPlan | None]:
-    shapes = [plan.shapes for plan in ragged if plan.shapes is not None]
-    if all(plan.flat for plan in ragged) or not shapes:
-        return None, None
-    starts = [plan.shape_starts for plan in ragged]
-    return _concatenate(shapes), _offsets(starts, [shape.shape[0] for shape in shapes], count)
+def _column_kind(column: ColumnPlan, plan: ShardPlan) -> str:
+    name = f"{column.name!r}: " if len(plan.columns) > 1 else ""
+    if column.kind != "tensor":
+        return name + column.kind
+    samples = "a token stream" if plan.stream else f"rows of shape {column.values.shape[1:]}"
+    if column.ragged is not None:
+        samples = "ragged samples"
+    return f"{name}{column.values.dtype} {samples}"
 
 
 def _join_arrays(plans: Sequence[ShardPlan], counts: Sequence[int]) -> dict[str, ArrayPlan]:

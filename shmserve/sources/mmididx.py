@@ -24,9 +24,10 @@ from typing import Final, Self
 
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES
+from shmserve_client.plans import ArrayPlan, ColumnPlan, RaggedPlan
 from shmserve_client.writer import Piece
 
-from .base import ArrayPlan, RaggedPlan, ShardPlan, Source, SourceOptions
+from .base import ShardPlan, Source, SourceOptions
 from .documents import plan_documents
 from .files import size_of
 from .pairs import DTYPE_BY_CODE, FLOATS_BY_CODE, MMIDIDX, PAIR_SUFFIXES, open_pair
@@ -99,16 +100,20 @@ class MmapPair(Source):
             notes += (f"its sequences overlap: {values_nbytes} bytes are stored as {tokens * itemsize}",)
         documents, document_notes = plan_documents(self.index, self._document_indices, self.documents, self.count)
         return ShardPlan(
-            column="tokens",
-            values=ArrayPlan(
-                dtype,
-                (tokens,),
-                tuple(FileSpan(self.values, run.source_offset, run.items * itemsize) for run in runs),
+            (
+                ColumnPlan(
+                    "tokens",
+                    ArrayPlan(
+                        dtype,
+                        (tokens,),
+                        tuple(FileSpan(self.values, run.source_offset, run.items * itemsize) for run in runs),
+                    ),
+                    RaggedPlan(self.count, tuple(self._starts(run, itemsize) for run in runs)),
+                    any_dtype=self.code in FLOATS_BY_CODE and tokens == 0,
+                ),
             ),
-            ragged=RaggedPlan(self.count, tuple(self._starts(run, itemsize) for run in runs)),
             documents=documents,
             modes=self._plan_modes(),
-            any_dtype=self.code in FLOATS_BY_CODE and tokens == 0,
             notes=notes + document_notes,
         )
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES, MAX_DIMENSIONS, is_shape
+from shmserve_client.plans import ArrayPlan, ColumnPlan
 from shmserve_client.writer import Piece
 
-from .base import ArrayPlan, ShardPlan, Source, SourceOptions
+from .base import ShardPlan, Source, SourceOptions
 from .files import size_of
 from .pieces import FORTRAN_MAX_COLUMNS, FORTRAN_WHOLE_NBYTES, FileSpan, FortranRows, SwappedSpan
 
@@ -55,7 +56,7 @@ class NpyArray(Source):
                 "bytes: it is truncated, or holds more than one array"
             )
         piece = self._piece(shape, fortran and len(shape) > 1, stored, offset, dtype)
-        return ShardPlan("values", ArrayPlan(dtype, shape, (piece,)))
+        return ShardPlan((ColumnPlan("values", ArrayPlan(dtype, shape, (piece,))),))
 
     def _header(self) -> tuple[tuple[int, ...], bool, np.dtype[np.generic], int]:
         """Return (shape, whether in Fortran order, dtype as stored, where the values start)."""

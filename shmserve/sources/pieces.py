@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmserve_client.layout import DTYPES
-from shmserve_client.writer import Piece, Values
+from shmserve_client.plans import Positions
+from shmserve_client.writer import Piece
 
-from .base import Positions
 from .files import read_exactly
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "FORTRAN_WHOLE_NBYTES",
     "FileSpan",
     "FortranRows",
-    "PositionList",
     "PositionSpan",
     "ShiftedSpan",
     "SwappedSpan",
@@ -97,18 +96,6 @@ class PositionSpan(Positions):
             positions //= self.divide
         if self.add:
             positions += self.add
-
-
-class PositionList(Values, Positions):
-    """Int64 positions that are in memory."""
-
-    def __init__(self, positions: NDArray[np.int64]) -> None:
-        super().__init__(positions)
-        self._positions = positions
-
-    def shifted(self, by: int) -> PositionList:
-        """Return the same positions, each `by` larger."""
-        return PositionList(self._positions + by)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,15 @@ from .base import SourceOptions
 from .files import read_head
 from .pairs import index_of
 
-__all__ = ["refuse"]
+__all__ = ["is_refused_by_name", "refuse"]
 
 _CONVERT: Final = "is not supported: write its tokens as a .npy array, a .bin/.idx pair or a raw .bin"
 _PICKLE: Final = "is never loaded, since that runs code: write its tokens as a .npy array or a raw .bin"
 _COMPRESSED: Final = "is not supported: decompress the file"
+_DAMAGED: Final = "does not start as one: it is damaged, or has the wrong name"
 
 _MAGICS: Final[tuple[tuple[bytes, str, str], ...]] = (
-    (b"PK\x03\x04", "a zip archive, such as torch.save and numpy.savez write,", _CONVERT),
+    (b"PK\x03\x04", "a zip archive, such as torch.save writes,", _CONVERT),
     (b"PK\x05\x06", "an empty zip archive", "holds nothing to serve"),
     (b"GGUF", "a GGUF model", "holds weights, not a corpus"),
     (b"HUFFIDX\0\0", "fairseq's Huffman index", "is not supported: preprocess the text with --dataset-impl mmap"),
@@ -31,10 +32,6 @@ _MAGICS: Final[tuple[tuple[bytes, str, str], ...]] = (
         "an llm.c evaluation file",
         "is not supported: it holds questions, not a token stream",
     ),
-    (b"\x89HDF\r\n\x1a\n", "HDF5", _CONVERT),
-    (b"PAR1", "Parquet", _CONVERT),
-    (b"ARROW1", "Arrow", _CONVERT),
-    (b"FEA1", "Feather", _CONVERT),
     (b"\xff\xd8\xff", "a JPEG image", _CONVERT),
     (b"\x89PNG\r\n\x1a\n", "a PNG image", _CONVERT),
     (b"\x7fELF", "an ELF program or library", "is not a corpus"),
@@ -46,16 +43,21 @@ _MAGICS: Final[tuple[tuple[bytes, str, str], ...]] = (
     (b"\x04\x22\x4d\x18", "lz4", _COMPRESSED),
 )
 _SUFFIXES: Final[dict[str, tuple[str, str]]] = {
-    ".arrow": ("Arrow", _CONVERT),
     ".array_record": ("ArrayRecord", _CONVERT),
-    ".mds": ("a MosaicML streaming shard", _CONVERT),
+    ".arrow": ("an Arrow file", _DAMAGED),
+    ".feather": ("a Feather file", _DAMAGED),
+    ".h5": ("an HDF5 file", _DAMAGED),
+    ".hdf5": ("an HDF5 file", _DAMAGED),
+    ".npz": ("a .npz archive", _DAMAGED),
+    ".parquet": ("a Parquet file", _DAMAGED),
     ".pickle": ("a pickle", _PICKLE),
     ".pkl": ("a pickle", _PICKLE),
     ".pt": ("a pickle", _PICKLE),
     ".pth": ("a pickle", _PICKLE),
-    ".safetensors": ("safetensors", _CONVERT),
-    ".tar": ("a tar archive", _CONVERT),
-    ".tfrecord": ("TFRecord", _CONVERT),
+    ".safetensors": ("a safetensors file", _DAMAGED),
+    ".seg": ("a segment file", _DAMAGED),
+    ".tar": ("a tar archive", _DAMAGED),
+    ".tfrecord": ("a TFRecord file", _DAMAGED),
 }
 _SAMPLE_NBYTES: Final = 1 << 16
 _MAX_JSON_NBYTES: Final = 64 << 20
@@ -77,50 +79,26 @@ def refuse(path: Path, options: SourceOptions) -> None:
         refuse(index, options)
 
 
+def is_refused_by_name(path: Path) -> bool:
+    """Return whether files of that name are of a format of their own, so that their bytes are no samples."""
+    return path.suffix.lower() in _SUFFIXES
+
+
 def _by_content(path: Path, sample: bytes, options: SourceOptions) -> tuple[str, str] | None:
     for magic, what, reason in _MAGICS:
         if sample.startswith(magic):
             return what, reason
     if path.suffix == ".idx":
         return "not an index of a known kind:", f"it starts with {sample[:9]!r}"
-    if sample[16:20] == b"\xde\xc0\xef\xbe":
-        return "an LMDB database", _CONVERT
-    if sample[:4] == b"\xff\xff\xff\xff" and sample[8:14] == b"\x10\0\0\0\0\0":  # a flatbuffer of some length
-        return "an Arrow stream", _CONVERT
-    if _is_tfrecord(sample):
-        return _SUFFIXES[".tfrecord"]
-    if sample[257:262] == b"ustar":
-        return _SUFFIXES[".tar"]
-    if _is_safetensors(sample, path):
-        return _SUFFIXES[".safetensors"]
     if _is_pickle(sample, path):
         return _SUFFIXES[".pickle"]
     if _is_quickdraw(sample):
         return "QuickDraw drawings", _CONVERT
     if _is_shard_of_index(path):
-        return "a shard of the dataset that index.json beside it describes (litData, MosaicML streaming)", _CONVERT
+        return "a shard of the dataset that index.json beside it describes,", "is served with its directory: name that"
     if options.dtype is None and _is_text(sample):
         return "text", "is not tokens: tokenize it first, or serve its bytes with --dtype uint8"
     return None
-
-
-def _is_tfrecord(sample: bytes) -> bool:
-    """Tell whether it starts with a record's length and the checksum of that: CRC-32C, rotated, plus a constant."""
-    if len(sample) < 12:
-        return False
-    crc = 0xFFFFFFFF
-    for byte in sample[:8]:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    crc ^= 0xFFFFFFFF
-    masked = ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF
-    return int.from_bytes(sample[8:12], "little") == masked
-
-
-def _is_safetensors(sample: bytes, path: Path) -> bool:
-    header_nbytes = int.from_bytes(sample[:8], "little")
-    return sample[8:10] == b'{"' and 8 + header_nbytes <= path.stat().st_size
 
 
 def _is_pickle(sample: bytes, path: Path) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from shmserve_client.errors import ConfigError, ShmserveError, SourceFormatError, SourceNotFoundError
 from shmserve_client.layout import DTYPES
 
-from .base import Corpus, Source, SourceOptions
+from .base import Corpus, DecodedSource, Source, SourceOptions
 from .join import join
 from .shards import find_shards, unnatural_order
 
@@ -31,8 +31,8 @@ class Resolved:
     """The paths as they were given, made absolute; patterns stay patterns."""
     options: SourceOptions
     key: str
-    """Hash of the format, the dtype option and each shard's files, wherever they are mounted and however they were
-    asked for: device, inode, size and mtime_ns. What embedded clients ask for."""
+    """Hash of the format, the options of dtype and columns, and each shard's files, wherever they are mounted and
+    however they were asked for: device, inode, size and mtime_ns. What embedded clients ask for."""
     fingerprint: str
     """Hash of the options and of each file's path, size, mtime_ns and inode: what a segment may be adopted for."""
 
@@ -76,6 +76,8 @@ def resolve(data: Sequence[str], options: SourceOptions) -> Resolved:
         raise ConfigError(f"dtype {options.dtype!r} is not known: use one of {', '.join(DTYPES)}")
     if options.vocab_size is not None and not 1 <= options.vocab_size < 1 << 62:
         raise ConfigError(f"vocab_size {options.vocab_size} must be at least 1 and less than 2^62")
+    if options.columns is not None and len(set(options.columns)) != len(options.columns):
+        raise ConfigError(f"columns {', '.join(options.columns)}: one is named twice")
     absolute = tuple(os.path.abspath(path) for path in data)
     with _explained(absolute):
         shards = find_shards(data, options)
@@ -86,6 +88,11 @@ def resolve(data: Sequence[str], options: SourceOptions) -> Resolved:
             raise SourceFormatError(
                 f"shards of one corpus differ: {shards[0].files[0]} is {shards[0].format}, {shard.files[0]} is "
                 f"{shard.format}: serve them as two datasets"
+            )
+        if isinstance(shard, DecodedSource) and options.dtype is not None:
+            raise ConfigError(
+                f"{shard.values}: {shard.format} says what it holds: leave out --dtype {options.dtype} (a --config "
+                "gives each dataset its own)"
             )
     files = tuple(dict.fromkeys(file for shard in shards for file in shard.files))
     with _explained(absolute):
@@ -112,7 +119,7 @@ def _stat_all(files: Sequence[Path]) -> dict[Path, os.stat_result]:
 
 
 def _key(options: SourceOptions, shards: Sequence[Source], stats: Mapping[Path, os.stat_result]) -> str:
-    digest = hashlib.sha256(repr((shards[0].format, options.dtype)).encode())
+    digest = hashlib.sha256(repr((shards[0].format, options.dtype, options.columns)).encode())
     for shard in shards:
         of_shard = [stats[file] for file in shard.files]
         digest.update(repr([(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in of_shard]).encode())

@@ -12,16 +12,31 @@ from typing import Final
 
 from shmserve_client.errors import SourceFormatError, SourceNotFoundError, printable
 
-from .base import HEAD_NBYTES, Source, SourceOptions
+from .arrow import ArrowFile, ParquetFile
+from .base import HEAD_NBYTES, DecodedSource, Source, SourceOptions
+from .csv_tables import CsvTable
 from .datatrove import DatatroveTokens
 from .files import missing, read_head
 from .flat import FlatTokens
+from .folder import Folder
+from .hdf5 import Hdf5File
+from .huggingface import HuggingFaceShard
+from .lines import JsonLines, TextLines
+from .litdata import LitDataChunk
 from .llmc import LlmcTokens
+from .lmdb import LmdbDatabase
+from .mds import MdsShard
 from .mmididx import MmapPair
 from .npy import NpyArray
+from .npz import NpzArchive
 from .packed import PackedChunk
 from .pairs import PAIR_SUFFIXES
+from .python_code import PythonCode
+from .safetensors import SafetensorsFile
+from .segment_file import SegmentFile
+from .tfrecord import TfRecordFile
 from .tntidx import LegacyPair
+from .webdataset import TarArchive
 
 __all__ = ["SOURCES", "find_shards", "natural_order", "unnatural_order"]
 
@@ -32,12 +47,31 @@ SOURCES: Final[tuple[type[Source], ...]] = (
     PackedChunk,
     NpyArray,
     DatatroveTokens,
+    SegmentFile,
+    HuggingFaceShard,
+    ArrowFile,
+    ParquetFile,
+    NpzArchive,
+    SafetensorsFile,
+    Hdf5File,
+    LmdbDatabase,
+    MdsShard,
+    LitDataChunk,
+    TarArchive,
+    TfRecordFile,
+    JsonLines,
+    TextLines,
+    CsvTable,
+    Folder,
+    PythonCode,
     FlatTokens,
 )
 """Every format, in the order in which they are tried; the last takes what only a person can tell."""
 
 _COMPANIONS: Final = frozenset((".gz", ".json", ".log", ".loss", ".pkl", ".txt"))
 """What writers leave beside their data and a pattern such as `corpus/*` matches as well."""
+_INDEX_NAMES: Final = frozenset(("dataset_dict.json", "dataset_info.json", "index.json", "state.json"))
+"""Files that stand for their directory."""
 _LISTED: Final = 8
 """How many names a message lists."""
 
@@ -85,11 +119,15 @@ def _find(argument: str, options: SourceOptions) -> Iterable[Source]:
     path = Path(os.path.abspath(argument))
     if path.is_dir():
         return _find_in_directory(path, options)
+    if path.name in _INDEX_NAMES and path.is_file() and (shards := _recognise_directory(path.parent)) is not None:
+        return shards
     if path.exists():
         return [_recognise(path, options)]
     index, values = (path.with_name(path.name + suffix) for suffix in PAIR_SUFFIXES[::-1])
     if index.is_file():
         return [_recognise(index, options)]
+    if (code := PythonCode.named(path)) is not None:
+        return [code]
     if any(part.endswith(":") for part in path.parts):  # s3://bucket, which may have been made absolute
         raise SourceNotFoundError(f"{argument}: no such file; remote paths are not read: mount the files")
     if glob.has_magic(argument):
@@ -102,11 +140,30 @@ def _find(argument: str, options: SourceOptions) -> Iterable[Source]:
     raise missing(path, ", directory or prefix of a .bin/.idx pair")
 
 
+def _recognise_directory(directory: Path) -> Sequence[Source] | None:
+    """Return the shards that the directory is as a whole, or None where its files are to be looked at one by one."""
+    decoded = (source for source in SOURCES if issubclass(source, DecodedSource))
+    return next((shards for source in decoded if (shards := source.recognise_directory(directory)) is not None), None)
+
+
+def _candidates(names: Sequence[Path]) -> list[Path]:
+    """Return the files of a directory that are data, by their names."""
+    for may_accompany in (False, True):
+        suffixes = tuple(s for source in SOURCES if source.may_accompany is may_accompany for s in source.suffixes)
+        if found := [path for path in names if path.name.endswith(suffixes)]:
+            return sorted(found, key=natural_order)
+    return []
+
+
 def _find_in_directory(directory: Path, options: SourceOptions) -> Iterable[Source]:
-    suffixes = tuple({suffix for source in SOURCES for suffix in source.suffixes})
+    if (whole := _recognise_directory(directory)) is not None:
+        return whole
     names = [path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")]
-    candidates = sorted((path for path in names if path.name.endswith(suffixes)), key=natural_order)
+    candidates = _candidates(names)
+    if not candidates and (folder := Folder.below(directory)) is not None:
+        return [folder]
     if not candidates:
+        suffixes = {suffix for source in SOURCES for suffix in source.suffixes}
         raise SourceNotFoundError(
             f"{directory}: no data files ({', '.join(sorted(suffixes))}) among the {len(names)} files of this directory"
             f"{_listed(sorted(names, key=natural_order))}; its subdirectories are not searched"
@@ -130,7 +187,7 @@ def _find_matches(pattern: str, options: SourceOptions) -> Iterable[Source]:
     matches = sorted(
         (path for name in glob.glob(pattern) if (path := Path(os.path.abspath(name))).is_file()), key=natural_order
     )
-    files = [path for path in matches if path.suffix not in _COMPANIONS]
+    files = [path for path in matches if path.suffix not in _COMPANIONS] or _candidates(matches)
     if not files:
         hint = "; where '[' belongs to the name, write [[]" if "[" in pattern else ""
         raise SourceNotFoundError(f"{pattern}: no data file matches{_listed(matches)}{hint}")

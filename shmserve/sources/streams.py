@@ -6,8 +6,9 @@ from pathlib import Path
 
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES
+from shmserve_client.plans import ArrayPlan, ColumnPlan
 
-from .base import ArrayPlan, ShardPlan
+from .base import ShardPlan
 from .files import size_of
 from .pieces import FileSpan
 
@@ -27,4 +28,4 @@ def plan_stream(values: Path, offset: int, dtype: str, tokens: int) -> ShardPlan
             "it is truncated or damaged"
         )
     piece = FileSpan(values, offset, nbytes - offset)
-    return ShardPlan("tokens", ArrayPlan(dtype, (tokens,), (piece,)), stream=True)
+    return ShardPlan((ColumnPlan("tokens", ArrayPlan(dtype, (tokens,), (piece,))),), stream=True)

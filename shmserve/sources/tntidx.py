@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES, MAX_DIMENSIONS, MAX_ITEMS
+from shmserve_client.plans import ArrayPlan, ColumnPlan, RaggedPlan
 
-from .base import ArrayPlan, RaggedPlan, ShardPlan, Source, SourceOptions
+from .base import ShardPlan, Source, SourceOptions
 from .documents import plan_documents
 from .files import chunks, first_fall, read_array, size_of
 from .pairs import DTYPE_BY_CODE, FLOATS_BY_CODE, PAIR_SUFFIXES, TNTIDX, open_pair
@@ -100,14 +101,18 @@ class LegacyPair(Source):
             piece = FileSpan(self.values, 0, nbytes)
         documents, notes = plan_documents(self.index, self._sizes + 8 * self.sizes, self.documents, self.count)
         return ShardPlan(
-            column="tokens",
-            values=ArrayPlan(self.dtype, (values,), (piece,)),
-            ragged=RaggedPlan(
-                self.count,
-                (PositionSpan(self.index, self._data_offsets, 8 * self.count),),
-                ArrayPlan("int64", (self.sizes,), (FileSpan(self.index, self._sizes, 8 * self.sizes),)),
-                (PositionSpan(self.index, self._dim_offsets, 8 * self.count),),
-                flat,
+            (
+                ColumnPlan(
+                    "tokens",
+                    ArrayPlan(self.dtype, (values,), (piece,)),
+                    RaggedPlan(
+                        self.count,
+                        (PositionSpan(self.index, self._data_offsets, 8 * self.count),),
+                        ArrayPlan("int64", (self.sizes,), (FileSpan(self.index, self._sizes, 8 * self.sizes),)),
+                        (PositionSpan(self.index, self._dim_offsets, 8 * self.count),),
+                        flat,
+                    ),
+                ),
             ),
             documents=documents,
             notes=notes,

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from shmserve.loader import describe
 from shmserve.sources import Resolved, SourceOptions, resolve
+from shmserve.sources.base import DecodedSource
+from shmserve.sources.segment_file import SegmentFile
 from shmserve_client.batches import gather
 from shmserve_client.errors import (
     BlockSizeError,
@@ -270,6 +272,8 @@ def _written(folder: Path, files: Mapping[str, bytes]) -> Iterator[None]:
 
 def _plan(path: Path, options: SourceOptions) -> tuple[Resolved, Description, list[Sequence[Piece]]]:
     resolved = resolve([str(path)], options)
+    if isinstance(resolved.shards[0], DecodedSource | SegmentFile):
+        raise SourceFormatError("by chance it is of a format that is not planned, see test_decoded")
     return resolved, *describe("corpus", resolved, resolved.plan())
 
 

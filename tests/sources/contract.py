@@ -59,7 +59,7 @@ class SourceContract:
     def test_samples_are_those_that_were_written(self, case, files):
         corpus = plan(files[0])
         assert corpus.format == self.format
-        assert corpus.values.dtype == case.dtype
+        assert corpus.columns[0].values.dtype == case.dtype
         assert samples(corpus) == case.samples
         assert corpus.num_samples == len(case.samples)
         assert arrays(corpus) == case.arrays
@@ -88,8 +88,8 @@ class SourceContract:
         corpus = plan(files[0], again[0])
         assert samples(corpus) == case.samples * 2
         assert corpus.num_samples == 2 * len(case.samples)
-        if corpus.offsets is not None:
-            assert read(corpus.offsets).tolist()[-1] == corpus.values.shape[0]
+        if corpus.columns[0].offsets is not None:
+            assert read(corpus.columns[0].offsets).tolist()[-1] == corpus.columns[0].values.shape[0]
         if "document_indices" in case.arrays:
             first = case.arrays["document_indices"]
             moved = [index + len(case.samples) for index in first[1:]]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from shmserve.sources import Corpus, SourceOptions, resolve
-from shmserve.sources.base import ArrayPlan
 from shmserve_client.layout import DTYPES
+from shmserve_client.plans import ArrayPlan
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -36,13 +36,14 @@ def read(array: ArrayPlan, window_items: int = 1 << 20) -> np.ndarray:
 
 def samples(corpus: Corpus, window_items: int = 1 << 20) -> list[Any]:
     """Return every sample as a nested list; those of a token stream are its tokens."""
-    values = read(corpus.values, window_items)
-    if corpus.offsets is None:
+    (column,) = corpus.columns
+    values = read(column.values, window_items)
+    if column.offsets is None:
         return values.tolist()
-    offsets = read(corpus.offsets, window_items)
+    offsets = read(column.offsets, window_items)
     found = [values[start:stop] for start, stop in pairwise(offsets)]
-    if corpus.shapes is not None and corpus.shape_offsets is not None:
-        shapes, bounds = read(corpus.shapes, window_items), read(corpus.shape_offsets, window_items)
+    if column.shapes is not None and column.shape_offsets is not None:
+        shapes, bounds = read(column.shapes, window_items), read(column.shape_offsets, window_items)
         found = [sample.reshape(shapes[bounds[i] : bounds[i + 1]]) for i, sample in enumerate(found)]
     return [sample.tolist() for sample in found]
 

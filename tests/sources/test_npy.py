@@ -105,7 +105,7 @@ class TestNpy(SourceContract):
         array = array.astype(dtype, order="K")
         np.save(tmp_path / "c.npy", array)
         corpus = plan(tmp_path / "c.npy")
-        assert corpus.values.shape == shape
+        assert corpus.columns[0].values.shape == shape
         for window_items in (1, 5, 100):
             assert samples(corpus, window_items) == array.tolist()
 

@@ -121,12 +121,12 @@ class TestPointers:
         wanted = [tokens[start : start + n].tolist() for start, n in zip(starts, lengths, strict=True)]
         assert samples(corpus) == wanted
         assert samples(corpus, window_items=1) == wanted
-        assert corpus.values.shape == (14,)
+        assert corpus.columns[0].values.shape == (14,)
 
     def test_values_that_are_stored_often_are_said(self, tmp_path, tokens):
         corpus = plan(write_pair(tmp_path / "c", [12] * 5, [0] * 5, tokens))
         assert corpus.notes == ("its sequences overlap: 24 bytes are stored as 120",)
-        assert plan(write_pair(tmp_path / "c", [3, 12], [0, 0], tokens)).values.shape == (15,)
+        assert plan(write_pair(tmp_path / "c", [3, 12], [0, 0], tokens)).columns[0].values.shape == (15,)
 
     def test_a_first_sequence_that_starts_later(self, tmp_path, tokens):
         corpus = plan(write_pair(tmp_path / "c", [6, 4], [4, 16], tokens))
@@ -137,7 +137,7 @@ class TestPointers:
         lengths, starts = [1, 2, 2, 3, 1, 1, 1], [0, 1, 3, 8, 11, 5, 6]
         corpus = plan(write_pair(tmp_path / "c", lengths, [2 * start for start in starts], tokens))
         assert samples(corpus) == [tokens[s : s + n].tolist() for s, n in zip(starts, lengths, strict=True)]
-        assert len(corpus.values.pieces) == 3
+        assert len(corpus.columns[0].values.pieces) == 3
 
     @pytest.mark.parametrize("seed", range(20))
     def test_any_pointers_inside_the_values_are_followed(self, tmp_path, monkeypatch, seed):
@@ -206,7 +206,7 @@ class TestFloatCodes:
         starts = np.cumsum([0, *lengths[:-1]])
         path = write_pair(tmp_path / "c", lengths, starts * values.itemsize, values, code=code, documents=documents)
         corpus = plan(path)
-        assert corpus.values.dtype == values.dtype.name
+        assert corpus.columns[0].values.dtype == values.dtype.name
         assert samples(corpus) == [values[s : s + n].tolist() for s, n in zip(starts, lengths, strict=True)]
 
     def test_the_spacing_decides_where_the_values_are_truncated(self, tmp_path):
@@ -218,7 +218,7 @@ class TestFloatCodes:
     @pytest.mark.parametrize(("code", "dtype"), [(6, "float64"), (7, "float32")])
     def test_an_empty_file_takes_megatrons_meaning(self, tmp_path, code, dtype):
         path = write_pair(tmp_path / "c", [], [], np.zeros(0), code=code, documents=[0])
-        assert plan(path).values.dtype == dtype
+        assert plan(path).columns[0].values.dtype == dtype
 
     @pytest.mark.parametrize(("code", "dtype"), [(6, "<f4"), (7, "<f8")])
     @pytest.mark.parametrize("lengths", [[], [0, 0]])
@@ -396,7 +396,7 @@ class TestLegacy:
         for order in itertools.permutations(wanted):
             corpus = plan(*order)
             assert samples(corpus) == [sample for path in order for sample in wanted[path]]
-        assert plan(empty, flat).shapes is None
+        assert plan(empty, flat).columns[0].shapes is None
 
     @pytest.mark.parametrize("offsets", [{"dim_offsets": [7]}, {"data_offsets": [9]}, {"data_offsets": [-1]}])
     def test_the_first_entries_are_checked_without_items_too(self, tmp_path, offsets):
