@@ -120,8 +120,11 @@ def test_whatever_the_chunks_all_values_come_back_as_they_were(chunks: list[list
 
 
 def test_integers_that_no_float_holds_are_not_rounded() -> None:
-    with pytest.raises(ObjectError, match="column 'n' has floats, and integers beyond"):
-        convert(rows(np.array([2**53 + 1])), Form("tensor", "float64", ()), "n")
+    chunks = [encode([2**53 + 1, 1]), encode([0.5])]
+    form = common_form([chunk.form for chunk in chunks], numbers_widen=True)
+    assert form.kind == "object"
+    assert [sample for chunk in chunks for sample in convert(chunk, form).samples()] == [2**53 + 1, 1, 0.5]
+    assert common_form([encode([2**53]).form, chunks[1].form], numbers_widen=True).dtype == "float64"
 
 
 @pytest.fixture

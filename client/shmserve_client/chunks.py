@@ -52,6 +52,8 @@ class Form:
     """What the samples of a tensor are in Python, as `layout.Column.python` has it."""
     is_empty: bool = field(default=False, compare=False)
     """Whether all samples are ragged tensors of no values, so that nothing tells their dtype."""
+    fits_float: bool = field(default=True, compare=False)
+    """Whether a float64 holds each of the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,16 @@ class Chunk:
         """What it is, without its samples."""
         row_shape = self.values.shape[1:] if self.lengths is None else None
         is_empty = self.kind == "tensor" and self.lengths is not None and not self.values.size
-        return Form(self.kind, self.values.dtype.name, row_shape, self.shapes is not None, self.python, is_empty)
+        form = Form(self.kind, self.values.dtype.name, row_shape, self.shapes is not None, self.python, is_empty)
+        return replace(form, fits_float=self.fits_float)
+
+    @property
+    def fits_float(self) -> bool:
+        """Whether a float64 holds each of the values."""
+        values = self.values
+        if values.dtype != np.int64 or not values.size:
+            return True
+        return bool(values.min() >= -_MAX_EXACT_FLOAT and values.max() <= _MAX_EXACT_FLOAT)
 
     def samples(self) -> Iterator[Any]:
         """Yield each sample as the Python value that it was; of tensors that were none, as numbers and arrays."""
@@ -279,17 +290,14 @@ def common_form(forms: Sequence[Form], *, numbers_widen: bool) -> Form:
         has_shapes = shape is None and any(f.has_shapes or len(f.row_shape or (1,)) != 1 for f in forms)
         if len(names) == 1 and (len(shapes) == 1 or () not in shapes):
             return Form("tensor", first.dtype, shape, has_shapes, first.python)
-        if numbers_widen and len(shapes) == 1 and names <= {"int64", "float64"}:
+        fits = all(form.fits_float for form in forms)
+        if numbers_widen and len(shapes) == 1 and names <= {"int64", "float64"} and fits:
             return Form("tensor", "float64", shape, has_shapes, first.python)
     return Form("object", "uint8", None)
 
 
 def convert(chunk: Chunk, form: Form, name: str = "") -> Chunk:
-    """Return the same samples in another form, one that `common_form` gave.
-
-    Raises:
-        ObjectError: an integer is too large for the float that it is to become.
-    """
+    """Return the same samples in another form, one that `common_form` gave; `name` is the column's, for errors."""
     if chunk.form == form:
         return chunk
     if form.kind == "object":
@@ -297,8 +305,6 @@ def convert(chunk: Chunk, form: Form, name: str = "") -> Chunk:
         return objects((_to_python(each) for each in chunk._views()) if plain else chunk.samples(), name)
     values = chunk.values
     if values.dtype.name != form.dtype:
-        if values.dtype.kind in "iu" and values.size and np.abs(values).max() > _MAX_EXACT_FLOAT:
-            raise ObjectError(f"column {name!r} has floats, and integers beyond 2^53, which no float64 holds")
         values = values.astype(DTYPES[form.dtype])
     lengths, shapes, dimensions = chunk.lengths, chunk.shapes, chunk.dimensions
     if lengths is None and form.row_shape is None:

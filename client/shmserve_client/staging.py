@@ -50,6 +50,7 @@ class StagedChunk:
     flat: bool = True
     """Whether all samples are 1-d."""
     python: str = ""
+    fits_float: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +63,7 @@ class StagedChunk:
         """What it is, without its samples."""
         row_shape = None if self.row_shape is None else tuple(self.row_shape)
         is_empty = self.kind == "tensor" and self.starts >= 0 and self.items == 0
-        return Form(self.kind, self.dtype, row_shape, self.shapes >= 0, self.python, is_empty)
+        return Form(self.kind, self.dtype, row_shape, self.shapes >= 0, self.python, is_empty, self.fits_float)
 
 
 class Staging:
@@ -94,6 +95,7 @@ class Staging:
             row_shape=list(chunk.values.shape[1:]) if chunk.lengths is None else None,
             values=self._write(chunk.values),
             python=chunk.python,
+            fits_float=chunk.fits_float,
         )
         if chunk.lengths is None:
             return staged

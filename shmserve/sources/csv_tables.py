@@ -7,8 +7,8 @@ with None; but integers that no float64 holds are text then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -68,37 +68,49 @@ class CsvTable(DecodedSource):
         return [[self._types(BLOCK_NBYTES[-1]), BLOCK_NBYTES[-1]]]
 
     def _types(self, block_nbytes: int) -> dict[str, str]:
-        names = self._header(block_nbytes)
-        columns = {name: _ColumnType() for name in check_columns(None, names, self.values)}
-        for batch in self._batches(names, names, block_nbytes):
-            for name, column in columns.items():
-                column.see(batch.column(name))
+        with _opened(self.values, block_nbytes, None) as reader:
+            names = check_columns(None, reader.schema.names, self.values)
+        columns = {name: _ColumnType() for name in names}
+        strings = dict.fromkeys(names, "string")
+        with closing(self._batches(strings, names, block_nbytes)) as batches:
+            for name, array in _by_name(next(batches, None)):
+                columns[name].see(array)
+        # What starts as text stays it. All of the file is parsed in any case: each row has to fit into a block.
+        open_names = [name for name in names if columns[name].kind != "text" or columns[name].is_empty] or names[:1]
+        for batch in self._batches(strings, open_names, block_nbytes):
+            for name, array in _by_name(batch):
+                columns[name].see(array)
         return {name: column.kind for name, column in columns.items()}
 
     def decode(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
         """Yield the rows."""
         types, block_nbytes = part
         names = check_columns(columns, list(types), self.values)
+        parsed = {name: kind if kind in ("int64", "float64") else "string" for name, kind in types.items()}
         is_empty = True
-        for batch in self._batches(list(types), names, block_nbytes):
-            yield {name: _chunk(batch.column(name), name, types[name]) for name in names}
+        for batch in self._batches(parsed, names, block_nbytes):
+            yield {name: _chunk(array, name, types[name]) for name, array in _by_name(batch)}
             is_empty = False
         if is_empty:
             yield {name: texts([]) for name in names}
 
-    def _header(self, block_nbytes: int) -> list[str]:
-        with _opened(self.values, block_nbytes, None) as reader:
-            return list(reader.schema.names)
-
-    def _batches(self, present: Sequence[str], names: Sequence[str], block_nbytes: int) -> Iterator[Any]:
-        """Yield record batches of the columns `names`, all of them strings."""
-        csv = require("pyarrow.csv", EXTRA, str(self.values))
-        string = require("pyarrow", EXTRA, str(self.values)).string()
+    def _batches(self, types: Mapping[str, str], names: Sequence[str], block_nbytes: int) -> Generator[Any]:
+        """Yield record batches of the columns `names`, out of those of all `types`."""
+        pa, csv = require("pyarrow", EXTRA, str(self.values)), require("pyarrow.csv", EXTRA, str(self.values))
         options = csv.ConvertOptions(
-            column_types=dict.fromkeys(present, string), strings_can_be_null=False, include_columns=names
+            column_types={name: pa.type_for_alias(kind) for name, kind in types.items()},
+            null_values=[],
+            strings_can_be_null=False,
+            include_columns=names,
         )
         with _opened(self.values, block_nbytes, options) as reader:
             yield from reader
+
+
+def _by_name(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of a batch, where there is one."""
+    if batch is not None:
+        yield from zip(batch.schema.names, batch.columns, strict=True)
 
 
 class _RowTooLongError(SourceFormatError):
@@ -170,13 +182,20 @@ class _ColumnType:
         return True
 
     @property
+    def is_empty(self) -> bool:
+        """Whether all values were missing."""
+        return not self._kind
+
+    @property
     def kind(self) -> str:
-        """What the column becomes: int64, float64, bool, object or text."""
+        """What the column becomes: int64, float64, bool, or text; "?" behind it where values are missing."""
         if self._kind == "bool":
-            return "object" if self._has_missing else "bool"
+            return "bool?" if self._has_missing else "bool"
         if self._kind == "int64" and not self._has_missing:
             return "int64"
-        return "float64" if self._kind in ("int64", "float64") and not self._has_large else "text"
+        if self._kind not in ("int64", "float64") or self._has_large:
+            return "text"
+        return "float64?" if self._has_missing else "float64"
 
 
 def _large(numbers: Any) -> Any:
@@ -189,17 +208,15 @@ def _is_one_of(strings: Any, words: Sequence[str]) -> Any:
     return compute.is_in(strings, pa.array(words))
 
 
-def _chunk(strings: Any, name: str, kind: str) -> Chunk:
-    """Return strings as what `_ColumnType` found all of them to be."""
+def _chunk(array: Any, name: str, kind: str) -> Chunk:
+    """Return values as what `_ColumnType` found all of them to be."""
     pa, compute = require("pyarrow", EXTRA, "a table"), require("pyarrow.compute", EXTRA, "a table")
-    if kind == "text":
-        return chunk_of([strings], pa.field(name, strings.type))
-    trimmed = compute.ascii_trim_whitespace(strings)
+    if kind in ("int64", "float64", "text"):
+        return chunk_of([array], pa.field(name, array.type))
+    trimmed = compute.ascii_trim_whitespace(array)
     if kind == "bool":
         return rows(_is_one_of(trimmed, TRUE).to_numpy(zero_copy_only=False))
-    if kind == "int64":
-        return rows(trimmed.cast(pa.int64()).to_numpy())
     is_missing = _is_one_of(trimmed, MISSING)
-    if kind == "object":
+    if kind == "bool?":
         return objects(compute.if_else(is_missing, pa.scalar(None, pa.bool_()), _is_one_of(trimmed, TRUE)).to_pylist())
     return rows(compute.if_else(is_missing, "nan", trimmed).cast(pa.float64()).to_numpy())
