@@ -146,22 +146,22 @@ def _recognise_directory(directory: Path) -> Sequence[Source] | None:
     return next((shards for source in decoded if (shards := source.recognise_directory(directory)) is not None), None)
 
 
-def _candidates(names: Sequence[Path]) -> list[Path]:
-    """Return the files of a directory that are data, by their names."""
-    for may_accompany in (False, True):
-        suffixes = tuple(s for source in SOURCES if source.may_accompany is may_accompany for s in source.suffixes)
-        if found := [path for path in names if path.name.endswith(suffixes)]:
-            return sorted(found, key=natural_order)
-    return []
+def _candidates(names: Sequence[Path], *, may_accompany: bool) -> list[Path]:
+    """Return the files of a directory that are data, or may be if there is nothing else, by their names."""
+    suffixes = tuple(s for source in SOURCES if source.may_accompany is may_accompany for s in source.suffixes)
+    return sorted((path for path in names if path.name.endswith(suffixes)), key=natural_order)
 
 
 def _find_in_directory(directory: Path, options: SourceOptions) -> Iterable[Source]:
     if (whole := _recognise_directory(directory)) is not None:
         return whole
     names = [path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")]
-    candidates = _candidates(names)
-    if not candidates and (folder := Folder.below(directory)) is not None:
-        return [folder]
+    candidates = _candidates(names, may_accompany=False)
+    if not candidates:
+        folder = Folder.below(directory)
+        candidates = _candidates(names, may_accompany=True)
+        if folder is not None and (folder.classes is not None or not candidates):
+            return [folder]
     if not candidates:
         suffixes = {suffix for source in SOURCES for suffix in source.suffixes}
         raise SourceNotFoundError(
@@ -187,7 +187,7 @@ def _find_matches(pattern: str, options: SourceOptions) -> Iterable[Source]:
     matches = sorted(
         (path for name in glob.glob(pattern) if (path := Path(os.path.abspath(name))).is_file()), key=natural_order
     )
-    files = [path for path in matches if path.suffix not in _COMPANIONS] or _candidates(matches)
+    files = [path for path in matches if path.suffix not in _COMPANIONS] or _candidates(matches, may_accompany=True)
     if not files:
         hint = "; where '[' belongs to the name, write [[]" if "[" in pattern else ""
         raise SourceNotFoundError(f"{pattern}: no data file matches{_listed(matches)}{hint}")
