@@ -91,7 +91,9 @@ def failure(error: Exception, task: Task) -> dict[str, Any]:
         case MemoryError():
             said = SourceFormatError(f"{where}: a part of it does not fit into memory: it is damaged, or cut it up")
         case _:  # of a library, or ours: each has its own for damaged files
-            said = SourceFormatError(f"{where}: cannot be decoded: {type(error).__name__}: {error}")
+            said = SourceFormatError(
+                f"{where}: cannot be decoded, it is damaged or not supported: {type(error).__name__}: {error}"
+            )
     return {"error": said.code, "message": str(said)}
 
 

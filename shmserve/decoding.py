@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,10 @@ _MAX_HELPERS: Final = 4
 _POLL_S: Final = 0.2
 """How long it may take until a load that was cancelled ends."""
 _READ_NBYTES: Final = 1 << 16
+_HINTS: Final[dict[int, str]] = {
+    signal.SIGKILL: ": memory ran out, or somebody killed it",
+    signal.SIGBUS: ": the file became shorter while it was read, or its disk failed",
+}
 _ABSENT: Final = Form("object", "uint8", None)
 """What the column is of a chunk that lacks it: None for each row."""
 
@@ -194,7 +199,7 @@ class _Helper:
         code = self.process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         what = "a helper" if self.task is None else str(getattr(self.task[1][0], "values", self.task[1][0]))
-        hint = ": memory ran out, or somebody killed it" if code == -9 else ""
+        hint = _HINTS.get(-code, "")
         return DatasetFailedError(f"{what}: the process that decodes it {how}{hint}")
 
     def end(self) -> None:

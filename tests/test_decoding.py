@@ -134,7 +134,7 @@ def test_other_datasets_are_served_on_when_one_cannot_be_decoded(tmp_path: Path,
     serve("--data", good)
     refusal = run_cli("load", bad)
     assert refusal.returncode == 1
-    assert f"{bad}: cannot be decoded: " in refusal.stderr
+    assert f"{bad}: cannot be decoded, it is damaged or not supported: " in refusal.stderr
     assert len(refusal.stderr.strip().splitlines()[-1:]) == 1
     assert len(ShmDataset("good")) == 128
 

@@ -74,20 +74,17 @@ class ArrowFile(DecodedSource):
         Raises:
             SourceFormatError: the stream ends before its end mark, or goes on after it.
         """
-        found: list[Any] = []
-        whole = False
-        reader = ipc.MessageReader.open_stream(file)
-        position = 0
-        for message in _messages(reader):
-            match message.type:
-                case "record batch" if found and (whole or position - found[-1][0] < PART_NBYTES):
-                    found[-1][1] += 1
-                case "record batch":
-                    found.append([position, 1])
-                case "dictionary" if not found:
-                    found.append([position, 0])
-                    whole = True
+        runs: list[Any] = []
+        position = after_schema = 0
+        has_dictionaries = False
+        for message in _messages(ipc.MessageReader.open_stream(file)):
+            if message.type == "record batch":
+                if not runs or position - runs[-1][0] >= PART_NBYTES:
+                    runs.append([position, 0])
+                runs[-1][1] += 1
+            has_dictionaries |= message.type == "dictionary"
             position = file.tell()
+            after_schema = after_schema or position
         end, nbytes = file.tell(), file.size()
         file.seek(max(0, nbytes - len(STREAM_END)))
         if end != nbytes or file.read() != STREAM_END:
@@ -95,7 +92,9 @@ class ArrowFile(DecodedSource):
                 f"{self.values}: {nbytes} bytes, but its stream ends at byte {end}, without an end mark or with more "
                 "behind it: it is truncated, or has several streams: write it again as one"
             )
-        return found or [[position, 0]]
+        if has_dictionaries or not runs:
+            return [[after_schema, sum(count for _, count in runs)]]
+        return runs
 
     def decode(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
         """Yield the rows of the run of record batches that is `part`."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-import numpy as np
-
 from shmserve_client.chunks import Chunk, objects, rows, texts
 from shmserve_client.errors import SourceFormatError
 
@@ -157,8 +155,9 @@ class _ColumnType:
             return
         trimmed = compute.ascii_trim_whitespace(strings)
         is_missing = _is_one_of(trimmed, MISSING)
-        present = trimmed.filter(compute.invert(is_missing))
-        self._has_missing |= len(present) < len(trimmed)
+        has_missing = bool(compute.any(is_missing).as_py())
+        present = trimmed.filter(compute.invert(is_missing)) if has_missing else trimmed
+        self._has_missing |= has_missing
         if len(present):
             self._kind = next((kind for kind in _WIDER[self._kind] if self._are(kind, present)), "text")
 
@@ -168,17 +167,15 @@ class _ColumnType:
         if kind == "bool":
             return bool(compute.all(_is_one_of(present, TRUE + FALSE)).as_py())
         try:
-            numbers = present.cast(pa.type_for_alias(kind))
+            numbers = present.cast(pa.float64())  # which fails for hexadecimal integers: they are text
+            if kind == "int64":
+                numbers = present.cast(pa.int64())
         except pa.ArrowInvalid:
             return False
-        if kind == "int64":
-            if compute.any(compute.match_substring(present, "x", ignore_case=True)).as_py():  # hexadecimal
-                return False
-            self._has_large |= bool(np.any(_large(numbers.to_numpy(zero_copy_only=False))))
-        else:
-            large = present.filter(pa.array(_large(numbers.to_numpy(zero_copy_only=False))))
-            integers = compute.match_substring_regex(large, r"^[+-]?\d+$")
-            self._has_large |= bool(compute.any(integers).as_py())
+        large = _large(numbers.to_numpy(zero_copy_only=False))
+        if large.any():
+            written = present.filter(pa.array(large))
+            self._has_large |= bool(compute.any(compute.match_substring_regex(written, r"^[+-]?\d+$")).as_py())
         return True
 
     @property

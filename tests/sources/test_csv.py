@@ -107,6 +107,18 @@ def test_types_are_those_of_the_whole_file(
     assert dtype_of(path) == dtype
 
 
+@pytest.mark.parametrize(("last", "expected"), [("7", 7.0), ("true", True), ("x", "x")])
+def test_a_column_that_starts_empty_is_what_comes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, expected: Any
+) -> None:
+    monkeypatch.setattr(csv_tables, "BLOCK_NBYTES", (64, 4096))
+    path = written(tmp_path / "t.csv", "text,a\n" + "some,\n" * 100 + f"some,{last}\n")
+    found = table(path)
+    assert found["text"] == ["some"] * 101
+    empty = {7.0: NAN, True: None, "x": ""}[expected]
+    assert repr(found["a"]) == repr([empty] * 100 + [expected])
+
+
 def test_a_row_longer_than_a_block_is_read_in_larger_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csv_tables, "BLOCK_NBYTES", (64, 512, 4096))
     name, value = "h" * 100, "\n".join(["v" * 20] * 50)

@@ -102,7 +102,11 @@ def test_a_daemon_serves_it_and_never_runs_the_code(
     ("name", "error", "message"),
     [
         ("bad", SourceFormatError, r"data_code.made:bad: \[700\]\['fine'\] cannot be stored"),
-        ("fails", SourceFormatError, r"made.py: cannot be decoded: RuntimeError: no such file on this node"),
+        (
+            "fails",
+            SourceFormatError,
+            r"made.py: cannot be decoded, it is damaged or not supported: RuntimeError: no such file on this node",
+        ),
         ("PID", SourceFormatError, "a int cannot be published"),
         ("absent", ConfigError, "data_code.made:absent: the module has no absent"),
     ],
