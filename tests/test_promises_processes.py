@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from shmserve_client import ShmDataset
@@ -124,6 +126,16 @@ def test_nothing_waits_for_what_the_daemon_did_not_take(
         segment.unlink()
 
 
+def in_session(pid: int) -> list[int]:
+    """Return the processes whose session is that of `pid`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == pid:
+                found.append(process.pid)
+    return found
+
+
 @pytest.mark.promise("F18")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_killed_worker_is_the_dataloaders_error(daemon: Daemon, tmp_path: Path, method: str) -> None:
@@ -156,6 +168,8 @@ def test_a_killed_worker_is_the_dataloaders_error(daemon: Daemon, tmp_path: Path
         assert rank.wait(20) == 0, rank.describe()
         error = rank.stdout.splitlines()[1]
         assert re.match(rf"DataLoader worker \(pid(\(s\))? {pid}\) (exited unexpectedly|is killed by signal)", error)
+        # The other worker sees that its parent is gone, and then Python's own helper removes their semaphores.
+        wait_until(lambda: not in_session(rank.pid), 20, "what the rank has started to end")
     wait_until(lambda: not daemon.status().datasets[0].attached_pids, what="nobody to be attached")
 
 
