@@ -262,7 +262,9 @@ def test_the_ranks_of_torchrun_share(tmp_path: Path) -> None:
         "assert list(publish('ranks', build)) == list(range(100))\n"
     )
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", program, tmp_path]
-    with Child(argv, folder=tmp_path, env={**shm_environment(), "OMP_NUM_THREADS": "1"}) as job:
+    with Child(
+        argv, folder=tmp_path, env={**shm_environment(), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    ) as job:
         assert job.wait(90) == 0, job.describe()
     assert len(list(tmp_path.glob("built-*"))) == 1
 
