@@ -48,6 +48,9 @@ ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 READER = """
     import hashlib, signal, sys, time
 
+    # Before numpy starts threads of its own: one that does not block the signal would take it and end the process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
     from shmserve_client.attaching import attach_served
     from shmserve_client.embedded import serve
     from shmserve_client.errors import DaemonUnreachableError
@@ -60,7 +63,6 @@ READER = """
             except DaemonUnreachableError:
                 time.sleep(0.002)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     where = sys.argv[1]
     print("attaching", flush=True)
     segment = attach(where) if where.endswith(".sock") else serve([where], None, None, linger_s=5, timeout_s=30).segment
