@@ -21,7 +21,7 @@ All keys of the file are optional but `data`:
 
     [datasets.large]
     data = "large.seg"
-    mode = "map"                     # clients map the segment file where it is
+    mode = "map"                     # clients map the files where they are
     warm = true                      # and it is read once at the start
 """
 
@@ -75,18 +75,18 @@ class DatasetConfig:
     block_size: int | None = None
     stride: int | None = None
     mode: str = "load"
-    """"load" copies into shared memory; "map" has clients map the segment file where it is; "adopt" takes over a
-    segment that another process has published."""
+    """"load" copies into shared memory; "map" has clients map the values in their files; "adopt" takes over a segment
+    that another process has published."""
     warm: bool = False
-    """Whether a file that is mapped is read once at the start."""
+    """Whether files that are mapped are read once at the start."""
 
     def __post_init__(self) -> None:
         if self.mode not in (*MODES, "adopt"):
             raise ConfigError(f"dataset {self.name!r}: mode {self.mode!r}: it must be {' or '.join(MODES)}")
-        if self.mode == "map" and self.options != SourceOptions():
+        if self.mode == "map" and self.options.vocab_size is not None:
             raise ConfigError(
-                f"dataset {self.name!r}: mode map serves a segment file as it is: give dtype, vocab-size and columns "
-                "to `shmserve build`"
+                f"dataset {self.name!r}: mode map does not read the values, so they cannot be checked: leave out "
+                f"vocab-size {self.options.vocab_size}, or give it to `shmserve build`"
             )
         if self.warm and self.mode != "map":
             raise ConfigError(f"dataset {self.name!r}: warm is for mode map: what is loaded is in memory anyway")

@@ -29,8 +29,9 @@ __all__ = ["Convert", "Decode", "Split", "Task", "answers", "failure"]
 
 Split: TypeAlias = tuple[DecodedSource]
 """Answer {"parts": [...]}."""
-Decode: TypeAlias = tuple[DecodedSource, Any, tuple[str, ...] | None]
-"""A source, a part of it, and the columns: answer {"rows": {name: staged chunk}, "count": n} for each chunk of rows."""
+Decode: TypeAlias = tuple[DecodedSource, Any, tuple[str, ...] | None, bool]
+"""A source, a part of it, the columns, and whether values may stay in their file: answer {"rows": {name: staged chunk},
+"count": n} for each chunk of rows."""
 Convert: TypeAlias = tuple[str, StagedChunk | int, Form]
 """A column's name, a chunk, and what it is to become: answer {"chunk": staged chunk}. A number is that of rows which
 lack the column: None for each."""
@@ -42,8 +43,8 @@ def answers(task: Task, staging: Staging) -> Iterator[dict[str, Any]]:
     match task:
         case (DecodedSource() as source,):
             yield {"parts": source.parts()}
-        case (DecodedSource() as source, part, columns):
-            for chunks in source.decode(part, columns):
+        case (DecodedSource() as source, part, columns, in_place):
+            for chunks in (source.locate if in_place else source.decode)(part, columns):
                 yield _staged(chunks, source, columns, staging)
         case (str() as name, StagedChunk() | int() as given, Form() as form):
             chunk = objects([None] * given) if isinstance(given, int) else staging.load(given)
@@ -62,16 +63,17 @@ def _staged(
         if name not in chunks and not source.columns_vary:
             raise ConfigError(f"{source.values}: no column {name!r}: it has {', '.join(map(repr, chunks))}")
     chosen = chunks if columns is None else {name: chunks[name] for name in columns if name in chunks}
-    return {"rows": {name: asdict(_append(chunk, staging)) for name, chunk in chosen.items()}, "count": count}
+    file = os.fspath(source.values)
+    return {"rows": {name: asdict(_append(chunk, staging, file)) for name, chunk in chosen.items()}, "count": count}
 
 
 class _NoRoomError(Exception):
     """The staging file cannot grow by so many bytes."""
 
 
-def _append(chunk: Chunk, staging: Staging) -> StagedChunk:
+def _append(chunk: Chunk, staging: Staging, file: str = "") -> StagedChunk:
     try:
-        return staging.append(chunk)
+        return staging.append(chunk, file)
     except OSError as error:
         raise _NoRoomError(chunk.nbytes) from error
 

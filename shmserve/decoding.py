@@ -42,9 +42,10 @@ from shmserve_client.writer import open_unnamed
 
 from .decoder import Task
 from .sources import Resolved
-from .sources.base import Corpus, DecodedSource, ShardPlan
+from .sources.base import Corpus, DecodedSource, ShardPlan, SourceOptions
 from .sources.files import size_of
 from .sources.join import join
+from .sources.pieces import FileSpan
 from .sources.shards import unnatural_order
 
 __all__ = ["Planned", "plan_corpus", "plan_head"]
@@ -114,13 +115,13 @@ def plan_head(resolved: Resolved) -> Iterator[Corpus]:
         for shard in resolved.shards:
             assert isinstance(shard, DecodedSource)
             for part in _parts(shard, helpers):
-                if rows := _first_rows(shard, part, resolved.options.columns, helpers):
+                if rows := _first_rows(shard, part, resolved.options, helpers):
                     yield _join(resolved, rows)
                     return
         raise SourceFormatError(f"{', '.join(resolved.data)}: there are no rows in it")
 
 
-def _first_rows(shard: DecodedSource, part: Any, columns: tuple[str, ...] | None, helpers: _Helpers) -> list[_Rows]:
+def _first_rows(shard: DecodedSource, part: Any, options: SourceOptions, helpers: _Helpers) -> list[_Rows]:
     """Return the first chunk of a part, if there is one."""
     found: list[_Rows] = []
 
@@ -129,7 +130,7 @@ def _first_rows(shard: DecodedSource, part: Any, columns: tuple[str, ...] | None
             found.append(_Rows(shard, helper, answer["count"], _staged(answer["rows"])))
         return bool(found)
 
-    helpers.run([(shard, part, columns)], on_answer)
+    helpers.run([(shard, part, options.columns, options.in_place)], on_answer)
     return found
 
 
@@ -144,8 +145,10 @@ class _Rows:
 
     def plans(self) -> Iterator[ColumnPlan]:
         """Yield the plan of each column."""
+        path = self.source.values
         for name, staged in self.columns.items():
-            yield self.helper.staging.plan(name, staged, str(self.source.values))
+            span = FileSpan(path, staged.values, staged.values_nbytes) if staged.file else None
+            yield self.helper.staging.plan(name, staged, str(path), span)
 
 
 class _Helper:
@@ -299,12 +302,13 @@ def _parts(shard: DecodedSource, helpers: _Helpers) -> list[Any]:
 
 def _decode(resolved: Resolved, helpers: _Helpers, progress: Callable[[int, int], None]) -> list[_Rows]:
     """Return all rows, in the order of the corpus, each chunk in the form that it was found to have."""
+    options = resolved.options
     tasks: list[Task] = []
     weights: list[float] = []  # bytes of the source, by task
     for shard in resolved.shards:
         assert isinstance(shard, DecodedSource)
         parts = _parts(shard, helpers)
-        tasks += [(shard, part, resolved.options.columns) for part in parts]
+        tasks += [(shard, part, options.columns, options.in_place) for part in parts]
         weights += [sum(map(size_of, shard.files)) / len(parts)] * len(parts)
     rows: list[list[_Rows]] = [[] for _ in tasks]
     done = 0.0
@@ -378,4 +382,4 @@ def _join(resolved: Resolved, rows: Sequence[_Rows]) -> Corpus:
     """Return the plan of these rows, of which there is a chunk at least."""
     plans = [(each.source.values, ShardPlan(tuple(each.plans()))) for each in rows]
     corpus = join(resolved.shards[0].format, plans, resolved.options)
-    return replace(corpus, notes=unnatural_order(resolved.data))
+    return replace(corpus, notes=unnatural_order(resolved.data) + corpus.notes)

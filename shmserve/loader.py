@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from typing import Final
 
 from shmserve_client.errors import ConfigError, DatasetFailedError, ShmserveError, SourceFormatError, printable
 from shmserve_client.layout import Checksums, Description, SourceRecord
-from shmserve_client.owned import FileSegment, OwnedSegment, adopt_segment
+from shmserve_client.owned import OwnedSegment, adopt_segment
+from shmserve_client.segment import open_mapped_file
 from shmserve_client.writer import Piece, write_segment
 
 from .catalog import Catalog, Failed, Loading, Ready
@@ -24,7 +26,6 @@ from .orphans import Leftover, adopt, collect
 from .progress import Progress
 from .sources import Resolved, resolve
 from .sources.base import Corpus
-from .sources.segment_file import SegmentFile
 from .text import duration
 
 __all__ = ["Loader", "describe"]
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _SHOWN_SHARDS: Final = 8
 _PAGE_NBYTES: Final = 4096
+_WARM_NBYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +180,7 @@ class Loader:
         job.check_cancelled()
         started_s = time.monotonic()
         name = job.config.name
-        resolved = resolve(job.config.data, job.config.options)
+        resolved = resolve(job.config.data, replace(job.config.options, in_place=job.config.mode == "map"))
         self._report(job, Loading(resolved.format, key=resolved.key))
         first_files = [shard.files[0].name for shard in resolved.shards]
         if len(first_files) > 1:  # samples are counted through all of them, so their order matters to people
@@ -189,10 +191,7 @@ class Loader:
 
     def _adopt(self, found: _Found) -> bool:
         config = self._config
-        mode = found.job.config.mode
-        if mode == "map":
-            return False
-        if mode == "adopt":
+        if found.job.config.mode == "adopt":
             segment = adopt_segment(str(found.resolved.shards[0].values), gid=config.gid)
             if segment is None:
                 raise ConfigError(f"{found.resolved.data[0]} has an owner already, so it cannot be taken over")
@@ -214,10 +213,6 @@ class Loader:
         def on_progress(done_nbytes: int, total_nbytes: int) -> None:
             self._report(job, Loading(resolved.format, done_nbytes, total_nbytes, resolved.key))
             self._progress.advance(done_nbytes, total_nbytes)
-
-        if job.config.mode == "map":
-            self._map(found, on_progress)
-            return
 
         def on_decoded(done_nbytes: int, total_nbytes: int) -> None:
             if done_nbytes == 0:
@@ -247,31 +242,29 @@ class Loader:
                 raise SourceFormatError(
                     f"{', '.join(resolved.data)} changed while it was loaded: start again when it is complete"
                 )
+            if job.config.warm:
+                self._warm(found, segment, on_progress)
             self._serve(found, segment, adopted=False)
         except BaseException:
             segment.unlink()
             segment.close()
             raise
 
-    def _map(self, found: _Found, progress: Callable[[int, int], None]) -> None:
-        """Serve the segment file where it is."""
-        job, resolved = found.job, found.resolved
-        first = resolved.shards[0]
-        if len(resolved.shards) > 1 or not isinstance(first, SegmentFile):
-            raise ConfigError(
-                f"{', '.join(resolved.data)}: mode map serves one segment file: make it by `shmserve build "
-                f"{' '.join(resolved.data)} {job.config.name}.seg`"
-            )
-        first.description()  # which names the file where it is damaged
-        segment = FileSegment(str(first.values), job.generation)
-        try:
-            if job.config.warm:
-                self._progress.start(job.config.name, segment.header.total_nbytes, "read")
-                segment.warm(progress, job.cancelled)
-            self._serve(found, segment, adopted=False)
-        except BaseException:
-            segment.close()
-            raise
+    def _warm(self, found: _Found, segment: OwnedSegment, progress: Callable[[int, int], None]) -> None:
+        """Read the files once that clients map, so that their pages are in memory."""
+        job, files = found.job, segment.description.files
+        total_nbytes, done_nbytes = sum(file.nbytes for file in files), 0
+        self._progress.start(job.config.name, total_nbytes, "read")
+        buffer = bytearray(_WARM_NBYTES)
+        for file in files:
+            fd = open_mapped_file(file)
+            try:
+                while nbytes := os.readv(fd, [buffer]):
+                    job.check_cancelled()
+                    done_nbytes += nbytes
+                    progress(done_nbytes, total_nbytes)
+            finally:
+                os.close(fd)
 
     def _serve(self, found: _Found, segment: OwnedSegment, *, adopted: bool) -> None:
         found.job.check_cancelled()
@@ -301,6 +294,7 @@ def describe(name: str, resolved: Resolved, corpus: Corpus) -> tuple[Description
         arrays={key: plan.array() for key, plan in corpus.arrays.items()},
         stream=corpus.stream,
         notes=corpus.notes,
+        files=corpus.files,
     )
     plans = [*chain.from_iterable(column.arrays() for column in corpus.columns), *corpus.arrays.values()]
     return description, [plan.pieces for plan in plans]

@@ -13,7 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from shmserve_client.errors import ConfigError, SegmentFormatError, SegmentNotFoundError, ShmserveError
+from shmserve_client.errors import (
+    ConfigError,
+    SegmentFormatError,
+    SegmentNotFoundError,
+    ShmserveError,
+    SourceFormatError,
+    SourceNotFoundError,
+)
 from shmserve_client.layout import Description, Header
 from shmserve_client.locks import AttachedProcess, attached_processes, is_at, take_owner_lock
 from shmserve_client.owned import OwnedSegment, adopt_segment
@@ -78,7 +85,7 @@ def adopt(name: str, fingerprint: str, shm_dir: str, *, gid: int | None = None) 
                 time.sleep(_LOOK_S / 10)
             if segment is not None:
                 return segment
-        except (SegmentFormatError, SegmentNotFoundError) as error:
+        except (SegmentFormatError, SegmentNotFoundError, SourceFormatError, SourceNotFoundError) as error:
             log.debug("%s cannot be adopted: %s", path, error)
     return None
 

@@ -20,7 +20,7 @@ from shmserve_client.errors import (
     ShmserveError,
 )
 from shmserve_client.locks import attached_processes
-from shmserve_client.owned import FileSegment, OwnedSegment
+from shmserve_client.owned import OwnedSegment
 from shmserve_client.protocol import (
     MAX_INDICES,
     Attach,
@@ -84,11 +84,6 @@ class Service:
         entry = self._find(request)
         config, ready = entry.config, _served(entry)
         segment = ready.segment
-        if isinstance(segment, FileSegment) and ready.resolved.changed():
-            raise DatasetFailedError(
-                f"{segment.path} was changed since it is served, and those who map it see that: `shmserve reload "
-                f"{config.name}` serves it as it is now"
-            )
         return Attached(
             config.name, segment.open_path(), segment.header.nonce, config.block_size or 0, config.stride or 0
         )
@@ -256,9 +251,18 @@ def _attached(segment: OwnedSegment) -> tuple[list[int], int]:
 
 def _segment_notes(segment: OwnedSegment, disk_note: str) -> list[str]:
     """Return what to know about the segment, for people."""
-    if isinstance(segment, FileSegment):
-        return ["mapped from its file, which must not change: pages are read from there as they are needed"]
-    return [note for note in (segment.huge_refusal, disk_note, _vanished_note(segment)) if note]
+    return [note for note in (_mapped_note(segment), segment.huge_refusal, disk_note, _vanished_note(segment)) if note]
+
+
+def _mapped_note(segment: OwnedSegment) -> str:
+    files = segment.description.files
+    if not files:
+        return ""
+    nbytes, them = sum(file.nbytes for file in files), "file" if len(files) == 1 else "files"
+    return (
+        f"{size(nbytes)} are mapped from {len(files)} {them}, which must not change: pages are read from there as they "
+        "are needed"
+    )
 
 
 def _vanished_note(segment: OwnedSegment) -> str:

@@ -151,7 +151,8 @@ def verify(
 def _source(description: Description) -> Iterator[tuple[Resolved, list[Span]]]:
     """Give the source as it is now, and where in the segment each of its pieces should be."""
     record = description.source
-    resolved = resolve(record.data, SourceOptions(record.dtype, record.vocab_size, record.columns))
+    options = SourceOptions(record.dtype, record.vocab_size, record.columns, in_place=bool(description.files))
+    resolved = resolve(record.data, options)
     if resolved.fingerprint != record.fingerprint:
         raise SourceFormatError(
             f"{', '.join(record.data)} changed since it was loaded: `shmserve reload {description.name}` serves it as "
@@ -284,8 +285,9 @@ class _Named:
 
 def _named_arrays(description: Description) -> Iterator[_Named]:
     for column in description.columns:
-        yield _Named(f"{column.name}.values", column.values, column)
-        for name in ("offsets", "shapes", "shape_offsets"):
+        if not column.values.in_files:
+            yield _Named(f"{column.name}.values", column.values, column)
+        for name in ("offsets", "stops", "shapes", "shape_offsets"):
             array = getattr(column, name)
             if array is not None:
                 yield _Named(f"{column.name}.{name}", array, column)

@@ -101,7 +101,7 @@ int main(int argc, char **argv) {
     if (file == MAP_FAILED) fail("cannot be mapped");
 
     uint64_t total = u64(file + 32), description = u64(file + 64), data = u64(file + 72);
-    if (memcmp(file, "SHMSERVE", 8) || u32(file + 8) != 2 || u32(file + 12) != 84) fail("header");
+    if (memcmp(file, "SHMSERVE", 8) || u32(file + 8) != 3 || u32(file + 12) != 84) fail("header");
     if (total != (uint64_t)status.st_size || u64(file + 48) || u64(file + 56) != 128) fail("sizes");
     if (data % (2 << 20) || description > data - 128 || description > total - 128) fail("data offset");
     if (crc32(file + 128, description) != u32(file + 80)) fail("checksum");

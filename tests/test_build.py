@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +12,10 @@ import pytest
 
 from shmserve.sources import SourceOptions, resolve
 from shmserve_client import ShmDataset
-from shmserve_client.errors import ConfigError, DatasetFailedError, SourceFormatError
-from shmserve_client.writer import Values, write_segment_file
+from shmserve_client.errors import ConfigError, SourceFormatError
 from tests.corpora import RAGGED, RAGGED_SAMPLES
 from tests.mounts import with_tmpfs
-from tests.processes import Child, Daemon, run_cli, run_python
-from tests.segments import describe_tokens
+from tests.processes import Child, Daemon, run_cli
 
 Serve = Callable[..., Daemon]
 
@@ -33,99 +28,24 @@ def built(tmp_path: Path) -> Path:
     return tmp_path / "ragged.seg"
 
 
-def rewrite(path: Path, tokens: list[int]) -> None:
-    """Replace a segment file by another one, in its place."""
-    path.unlink()
-    write_segment_file(
-        describe_tokens("uint16", len(tokens), "ragged"),
-        [[Values(np.array(tokens, np.uint16))]],
-        os.fspath(path),
-        progress=lambda done, total: None,
-        cancelled=threading.Event(),
-        vocab_size=None,
-    )
-
-
 @pytest.mark.parametrize("mode", ["load", "map"])
 def test_it_is_served_as_its_source_is(built: Path, serve: Serve, mode: str) -> None:
     daemon = serve("--data", built, "--mode", mode)
     with ShmDataset("ragged", dtype="stored") as dataset:
         assert [sample.tolist() for sample in dataset] == RAGGED_SAMPLES
         assert dataset.array("document_indices").tolist() == [0, 2, 3, 6]
-        assert dataset.info.path == (str(built) if mode == "map" else str(daemon.segments()[0]))
+        assert dataset.info.path == str(daemon.segments()[0])
         assert daemon.status().datasets[0].attached_pids == [os.getpid()]
-    assert len(daemon.segments()) == (mode == "load")
 
 
-def test_shards_are_joined(built: Path, tmp_path: Path, serve: Serve) -> None:
+@pytest.mark.parametrize("mode", ["load", "map"])
+def test_shards_are_joined(built: Path, tmp_path: Path, serve: Serve, mode: str) -> None:
     again = tmp_path / "ragged_2.seg"
     again.write_bytes(built.read_bytes())
-    serve("--data", f"both={built}", again)
+    serve("--data", f"both={built}", again, "--mode", mode)
     with ShmDataset("both", dtype="stored") as dataset:
         assert [sample.tolist() for sample in dataset] == RAGGED_SAMPLES * 2
         assert dataset.array("document_indices").tolist() == [0, 2, 3, 6, 8, 9, 12]
-
-
-def test_a_file_that_is_mapped_outlives_the_daemon_and_is_nobodys(built: Path, serve: Serve) -> None:
-    before = built.read_bytes()
-    first = serve("--data", built, "--mode", "map")
-    second = serve("--data", built, "--mode", "map", "--warm", endpoint=f"{first.endpoint}.2")
-    dataset = ShmDataset("ragged", endpoint=second.endpoint, dtype="stored")
-    for daemon in (first, second):
-        daemon.send_signal(signal.SIGTERM)
-        assert daemon.wait() == 0, daemon.describe()
-    assert [sample.tolist() for sample in dataset] == RAGGED_SAMPLES
-    assert built.read_bytes() == before
-
-
-def test_what_is_written_to_a_sample_stays_out_of_the_file(built: Path, serve: Serve) -> None:
-    serve("--data", built, "--mode", "map")
-    before = built.read_bytes()
-    dataset = ShmDataset("ragged", dtype="stored", copy=False)
-    dataset[0][:] = 0
-    assert dataset[0].tolist() == [0] * len(RAGGED_SAMPLES[0])
-    assert built.read_bytes() == before
-
-
-def test_a_changed_file_is_not_attached_until_it_is_reloaded(built: Path, serve: Serve) -> None:
-    serve("--data", built, "--mode", "map")
-    attached = ShmDataset("ragged", dtype="stored")
-    rewrite(built, [7, 8, 9])
-    program = "from shmserve_client import ShmDataset; ShmDataset('ragged', timeout=5)"
-    with pytest.raises(DatasetFailedError, match=r"ragged\.seg was changed since .*shmserve reload ragged"):
-        ShmDataset("ragged")
-    assert [sample.tolist() for sample in attached] == RAGGED_SAMPLES
-    done = run_cli("reload", "ragged")
-    assert done.returncode == 0, done.stderr
-    assert "generation 2" in done.stderr + done.stdout
-    assert ShmDataset("ragged", dtype="stored", block_size=3)[0].tolist() == [7, 8, 9]
-    assert [sample.tolist() for sample in attached] == RAGGED_SAMPLES
-    run_python(program)
-
-
-def test_only_segment_files_are_mapped(serve: Serve, built: Path) -> None:
-    serve("--data", built)
-    refusal = run_cli("load", f"raw={RAGGED}", "--mode", "map")
-    assert refusal.returncode == 1
-    assert f"mode map serves one segment file: make it by `shmserve build {RAGGED} raw.seg`" in refusal.stderr
-    refusal = run_cli("load", f"other={built}", "--mode", "map", "--vocab-size", "9")
-    assert "give dtype, vocab-size and columns to `shmserve build`" in refusal.stderr
-    assert "warm is for mode map" in run_cli("load", f"other={built}", "--warm").stderr
-
-
-def test_verify_finds_a_flipped_bit_in_the_file(built: Path, serve: Serve) -> None:
-    serve("--data", built, "--mode", "map")
-    assert run_cli("verify", "ragged").returncode == 0
-    status = built.stat()
-    with built.open("r+b") as file:
-        file.seek(2 << 20)
-        byte = file.read(1)[0]
-        file.seek(2 << 20)
-        file.write(bytes([byte ^ 1]))
-    os.utime(built, ns=(status.st_atime_ns, status.st_mtime_ns))
-    done = run_cli("verify", "ragged", "--json")
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["damaged"][0]["parts"][0]["array"] == "tokens.values"
 
 
 def test_build_refuses_to_overwrite_and_leaves_nothing_behind(built: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Forged:
         end = DATA + len(self.data) if self.file_nbytes is None else self.file_nbytes
         fields = {
             "magic": b"SHMSERVE",
-            "version": 2,
+            "version": 3,
             "header_nbytes": 84,
             "nonce": NONCE,
             "total": end,
@@ -73,11 +73,11 @@ class Forged:
 
 
 def array(dtype: str, shape: Iterable[int], offset: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "offset": offset}
+    return {"dtype": dtype, "shape": list(shape), "offset": offset, "in_files": False}
 
 
 def column(values: Any, offsets: Any = None, shapes: Any = None, shape_offsets: Any = None) -> dict[str, Any]:
-    arrays = {"values": values, "offsets": offsets, "shapes": shapes, "shape_offsets": shape_offsets}
+    arrays = {"values": values, "offsets": offsets, "stops": None, "shapes": shapes, "shape_offsets": shape_offsets}
     return {"name": "tokens", "kind": "tensor", "python": "", **arrays}
 
 
@@ -96,6 +96,7 @@ def description(*columns: dict[str, Any], samples: int) -> dict[str, Any]:
         "table": False,
         "notes": [],
         "checksums": None,
+        "files": [],
     }
 
 
@@ -183,6 +184,17 @@ def nested(depth: int) -> bytes:
     return b"\x91" * depth + b"\xc0"
 
 
+def mapped_file(path: str = "/etc/passwd", nbytes: int = 32) -> dict[str, Any]:
+    return {"path": path, "nbytes": nbytes, "mtime_ns": 0, "inode": 1}
+
+
+def in_files(*, samples: int = 4, count: int = 1, path: str = "/etc/passwd", nbytes: int = 32, **fields: Any) -> Forged:
+    """The same as `fixed`, but its values are said to be in a file, which has some other state."""
+    forged = values_changed(**{"offset": 0, "in_files": True, **fields})
+    forged.description.update(num_samples=samples, files=[mapped_file(path, nbytes)] * count)
+    return forged
+
+
 REFUSED: dict[str, Callable[[], Forged]] = {
     "another magic": lambda: with_header(magic=b"SHMSERV\0"),
     "another version": lambda: with_header(version=1),
@@ -257,6 +269,32 @@ REFUSED: dict[str, Callable[[], Forged]] = {
     "a map for an array": lambda: changed(lambda what: what.update(arrays={"x": {}})),
     "an empty array beyond the end": lambda: changed(
         lambda what: what.update(arrays={"x": array("int8", [0], 1 << 40)})
+    ),
+    "values in files that are not named": lambda: values_changed(offset=0, in_files=True),
+    "values beyond the files": lambda: in_files(offset=4),
+    "values before the files": lambda: in_files(offset=-4),
+    "values that are not aligned in the files": lambda: in_files(offset=2, shape=[1, 2], samples=1),
+    "a file of no bytes": lambda: in_files(nbytes=0),
+    "a file of 2^63 bytes": lambda: in_files(nbytes=1 << 63),
+    "a file of a relative path": lambda: in_files(path="etc/passwd"),
+    "a file with a NUL in its name": lambda: in_files(path="/etc/passwd\0"),
+    "a file that is not there": lambda: in_files(path="/nonexistent/rows.npy"),
+    "a file that is a device": lambda: in_files(path="/dev/zero"),
+    "a file that is a directory": lambda: in_files(path="/etc"),
+    "a file that is another one": lambda: in_files(path=__file__),
+    "more files than can be mapped": lambda: in_files(count=1 << 16),
+    "offsets in a file": lambda: changed(
+        lambda what: (
+            what["columns"][0]["offsets"].update(offset=0, in_files=True),
+            what.update(files=[mapped_file()]),
+        ),
+        ragged,
+    ),
+    "stops of another length": lambda: changed(
+        lambda what: what["columns"][0].update(stops=what["columns"][0]["offsets"]), ragged
+    ),
+    "stops without offsets": lambda: changed(
+        lambda what: what["columns"][0].update(stops=array("int64", [4], DATA + 64))
     ),
     "checksums by another algorithm": lambda: changed(
         lambda what: what.update(
@@ -425,11 +463,16 @@ def test_what_is_made_here_is_the_layout() -> None:
 @pytest.mark.promise("F5")
 def test_a_hostile_segment_is_refused_in_bounded_time_and_memory(shm_dir: Path, endpoint: Path) -> None:
     found = probe(shm_dir, endpoint, REFUSED)
+    others = {
+        "another nonce": "SegmentNotFoundError",
+        "2^62 bytes": "OutOfSharedMemoryError",
+        "a file that is not there": "SourceNotFoundError",
+        "a file that is a device": "SourceNotFoundError",
+        "a file that is a directory": "SourceNotFoundError",
+        "a file that is another one": "SourceFormatError",
+    }
     assert {name: outcome.get("refused") for name, outcome in found.items()} == {
-        name: {"another nonce": "SegmentNotFoundError", "2^62 bytes": "OutOfSharedMemoryError"}.get(
-            name, "SegmentFormatError"
-        )
-        for name in REFUSED
+        name: others.get(name, "SegmentFormatError") for name in REFUSED
     }
     assert max(outcome["seconds"] for outcome in found.values()) < 10
     assert max(outcome["grown_kib"] for outcome in found.values()) < 256 << 10

@@ -294,7 +294,7 @@ def test_two_columns_of_one_name_are_refused():
 def test_another_version_is_named():
     prefix, _, total_nbytes = encoded()
     newer = prefix[:8] + struct.pack("<I", LAYOUT_VERSION + 1) + prefix[12:]
-    with pytest.raises(SegmentFormatError, match="layout version 3, this shmserve reads version 2"):
+    with pytest.raises(SegmentFormatError, match="layout version 4, this shmserve reads version 3"):
         decoded(newer, total_nbytes)
 
 

@@ -61,7 +61,7 @@ class Chunk:
     """Samples of one column. Fixed-shape: `values` is (n, *shape). Ragged: `values` is 1-d, `lengths` int64 (n,).
 
     N-d ragged: `shapes` holds the extents of all samples, `dimensions`, int64 (n,), how many each has. A `kind` other
-    than "tensor" is ragged uint8.
+    than "tensor" is ragged uint8. `values` that stay in their file are a view of a mapping of it.
     """
 
     values: NDArray[Any]
@@ -70,6 +70,10 @@ class Chunk:
     dimensions: NDArray[np.int64] | None = None
     kind: str = "tensor"
     python: str = ""
+    file_offset: int = -1
+    """Where `values` start in their file, in bytes, if they stay there."""
+    starts: NDArray[np.int64] | None = None
+    """Where each sample starts in such values, int64 (n,), if they do not follow each other."""
 
     @property
     def count(self) -> int:

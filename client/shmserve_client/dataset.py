@@ -399,6 +399,8 @@ class ShmDataset(Dataset[Any]):
     def lookup(self, indices: ArrayLike, column: str | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where samples lie: (offsets, nbytes), in bytes from the segment's start, each int64 of shape (n,).
 
+        Of values that stay in files (`--mode map`) the offsets count from where the first of these starts.
+
         Args:
             indices: 1-d integers, as `__getitem__` takes them.
             column: the column; may be None where samples have only one.
@@ -419,7 +421,8 @@ class ShmDataset(Dataset[Any]):
         """Return a stored column without torch, dtype or block_size: views of the segment, valid also after `close`.
 
         A column of one shape is one array, its first axis the samples. A ragged one is indexed like a list of arrays;
-        its parts are `values`, `offsets` (n+1 int64, in items) and, for N-d samples, `shapes` and `shape_offsets`.
+        its parts are `values`, `starts` and `stops` (int64, in items) and, for N-d samples, `shapes` and
+        `shape_offsets`; where each sample starts where the one before stops, `offsets` are all n+1 of both.
 
         Raises:
             ConfigError: there is no such column, or several and `name` is None.

@@ -6,16 +6,20 @@
                       after them their checksums, one of each CHUNK_NBYTES from data_offset
     total_nbytes      end of the segment
 
+Values may also stay in the files that they came from: those follow the segment, in readers' memory, page by page.
+
 Nothing here touches a file: it all works on bytes, so that a hostile segment can be judged before it is used.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Final
 
 import msgpack
@@ -43,16 +47,19 @@ __all__ = [
     "Column",
     "Description",
     "Header",
+    "MappedFile",
     "SourceRecord",
     "decode_description",
     "decode_header",
     "encode_prefix",
+    "file_offsets",
     "is_shape",
     "place_arrays",
+    "whole_pages",
 ]
 
 MAGIC: Final = b"SHMSERVE"
-LAYOUT_VERSION: Final = 2
+LAYOUT_VERSION: Final = 3
 NONCE_NBYTES: Final = 16
 HEADER: Final = struct.Struct("<8sII16sQQQQQQI")
 """magic, layout version, header size, nonce, total_nbytes, generation, flags (0), description offset, description
@@ -63,6 +70,8 @@ DATA_ALIGNMENT: Final = 2 << 20
 CHUNK_NBYTES: Final = DATA_ALIGNMENT
 CHECKSUM_ALGORITHM: Final = "xxh3_64"
 MAX_DESCRIPTION_NBYTES: Final = 64 << 20
+MAX_FILES: Final = 1 << 15
+"""So many can be mapped: the kernel allows a process 65530 mappings (vm.max_map_count)."""
 MAX_DIMENSIONS: Final = 32
 MAX_ITEMS: Final = 1 << 59
 """The items of an array are fewer, an empty axis counted as one: so numpy counts them, in bytes and in 64 bits."""
@@ -83,11 +92,13 @@ KINDS: Final = ("tensor", "bytes", "text", "object")
 
 @dataclass(frozen=True)
 class Array:
-    """One array of the segment: `nbytes` bytes in C order from `offset`, counted from the segment's start."""
+    """One array: `nbytes` bytes in C order from `offset`, counted from the start of the segment, or of its files."""
 
     dtype: str
     shape: tuple[int, ...]
     offset: int = 0
+    in_files: bool = False
+    """Whether it lies in the files that the description names."""
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +112,7 @@ class Column:
 
     Fixed-shape (`offsets` is None): sample i is `values[i]`, and `values.shape[0]` is the number of samples.
     Ragged: `values` is 1-d and sample i is `values[offsets[i]:offsets[i + 1]]`; `offsets` is n+1 int64, in items.
+    Scattered: the same as `values[offsets[i]:stops[i]]`, both n int64; only of values that stay in files.
     N-d ragged: sample i has the shape `shapes[shape_offsets[i]:shape_offsets[i + 1]]`, both int64.
 
     The samples of a `kind` other than "tensor" are ragged uint8 values.
@@ -114,6 +126,17 @@ class Column:
     kind: str = "tensor"
     python: str = ""
     """What the samples of a tensor were in Python: "number", "list", "array", "scalar" or "tensor"; "" for none."""
+    stops: Array | None = None
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file in which values stay; readers map it, once it is found to be the one that was planned with."""
+
+    path: str
+    nbytes: int
+    mtime_ns: int
+    inode: int
 
 
 @dataclass(frozen=True)
@@ -167,13 +190,15 @@ class Description:
     notes: tuple[str, ...] = ()
     """What was assumed while reading, for people."""
     checksums: Checksums | None = None
+    files: tuple[MappedFile, ...] = ()
+    """Those in which values stay, in the order in which they follow the segment."""
 
     def all_arrays(self) -> list[Array]:
-        """Every array of the dataset, in the order in which they are placed; the checksums come after them."""
+        """Every array that is in the segment, in the order in which they are placed; the checksums come after them."""
         found: list[Array] = []
         for column in self.columns:
-            parts = (column.values, column.offsets, column.shapes, column.shape_offsets)
-            found.extend(part for part in parts if part is not None)
+            parts = (column.values, column.offsets, column.stops, column.shapes, column.shape_offsets)
+            found.extend(part for part in parts if part is not None and not part.in_files)
         return found + list(self.arrays.values())
 
 
@@ -187,6 +212,20 @@ class Header:
     description_nbytes: int
     data_offset: int
     description_crc32: int
+
+    def position(self, array: Array) -> int:
+        """Return where the array is in a mapping of the segment and, behind it, of its files."""
+        return array.offset + (whole_pages(self.total_nbytes) if array.in_files else 0)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the size of the pages that hold so many bytes."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def file_offsets(sizes: Sequence[int]) -> list[int]:
+    """Return where files of these sizes in bytes start when each begins a page, and where the last page ends."""
+    return list(accumulate(map(whole_pages, sizes), initial=0))
 
 
 def place_arrays(description: Description) -> tuple[Description, int, int]:
@@ -202,6 +241,8 @@ def place_arrays(description: Description) -> tuple[Description, int, int]:
 def _placed_from(description: Description, position: int) -> tuple[Description, int]:
     def place(array: Array) -> Array:
         nonlocal position
+        if array.in_files:
+            return array
         start = -(-position // ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
         position = start + array.nbytes
         return replace(array, offset=start)
@@ -214,6 +255,7 @@ def _placed_from(description: Description, position: int) -> tuple[Description, 
             column,
             values=place(column.values),
             offsets=place_optional(column.offsets),
+            stops=place_optional(column.stops),
             shapes=place_optional(column.shapes),
             shape_offsets=place_optional(column.shape_offsets),
         )
@@ -318,11 +360,14 @@ def decode_description(packed: bytes, header: Header) -> Description:
 def _check(description: Description, header: Header) -> None:
     end_of_previous = header.data_offset
     checksums = description.checksums
-    for array in [*description.all_arrays(), *([checksums.values] if checksums else [])]:
+    in_files = [column.values for column in description.columns if column.values.in_files]
+    arrays = [*description.all_arrays(), *([checksums.values] if checksums else [])]
+    for array in (*arrays, *in_files):
         if array.dtype not in DTYPES:
             raise SegmentFormatError(f"segment has an array of the unknown dtype {shown(array.dtype)}")
         if not is_shape(array.shape):
             raise SegmentFormatError(f"segment has an array of the shape {array.shape[:MAX_DIMENSIONS]}")
+    for array in arrays:
         if array.offset % ARRAY_ALIGNMENT or array.offset < end_of_previous:
             raise SegmentFormatError(f"segment has an array at offset {array.offset}, unaligned or inside another")
         end_of_previous = array.offset + array.nbytes
@@ -330,6 +375,7 @@ def _check(description: Description, header: Header) -> None:
             raise SegmentFormatError(
                 f"segment has an array up to byte {end_of_previous}, but {header.total_nbytes} bytes in all"
             )
+    _check_files(description, in_files)
     if checksums is not None:
         _check_checksums(checksums, header)
     count = description.num_samples
@@ -341,6 +387,25 @@ def _check(description: Description, header: Header) -> None:
             raise SegmentFormatError(f"column {shown(column.name)} is of the unknown kind {shown(column.kind)}")
         if not _consistent(column, count):
             raise SegmentFormatError(f"column {shown(column.name)} contradicts the {count} samples of its dataset")
+
+
+def _check_files(description: Description, in_files: Sequence[Array]) -> None:
+    files = description.files
+    for file in files:
+        if not 0 < file.nbytes < 1 << 62 or not file.path.startswith("/") or "\0" in file.path:
+            raise SegmentFormatError(f"segment has values in {file.nbytes} bytes of the file {shown(file.path)}")
+    if len(files) > MAX_FILES or sum(file.nbytes for file in files) >= 1 << 62:
+        raise SegmentFormatError(f"segment has values in {len(files)} files of more bytes than there can be")
+    end = file_offsets([file.nbytes for file in files[:-1]])[-1] + files[-1].nbytes if files else 0
+    for array in in_files:
+        if array.offset < 0 or array.offset % DTYPES[array.dtype].itemsize or array.offset + array.nbytes > end:
+            raise SegmentFormatError(
+                f"segment has values of {array.dtype} from byte {array.offset} to {array.offset + array.nbytes} of "
+                f"its files, which have {end}"
+            )
+    others = [part for c in description.columns for part in (c.offsets, c.stops, c.shapes, c.shape_offsets)]
+    if any(part is not None and part.in_files for part in (*others, *description.arrays.values())):
+        raise SegmentFormatError("segment has an array in its files that is not of values")
 
 
 def _check_checksums(checksums: Checksums, header: Header) -> None:
@@ -365,13 +430,19 @@ def is_shape(shape: Sequence[int]) -> bool:
 
 
 def _consistent(column: Column, count: int) -> bool:
-    values, offsets, shapes, shape_offsets = column.values, column.offsets, column.shapes, column.shape_offsets
+    values, offsets, stops = column.values, column.offsets, column.stops
+    shapes, shape_offsets = column.shapes, column.shape_offsets
     if column.kind != "tensor" and (values.dtype != "uint8" or offsets is None or shapes is not None):
         return False
     index = [("int64", (count + 1,))]
     if offsets is None:
-        return shapes is None and shape_offsets is None and len(values.shape) > 0 and values.shape[0] == count
-    ragged = len(values.shape) == 1 and [(offsets.dtype, offsets.shape)] == index
+        others = (stops, shapes, shape_offsets)
+        return others == (None, None, None) and len(values.shape) > 0 and values.shape[0] == count
+    if stops is None:
+        ragged = len(values.shape) == 1 and [(offsets.dtype, offsets.shape)] == index
+    else:
+        scattered = [("int64", (count,))] * 2
+        ragged = len(values.shape) == 1 and [(each.dtype, each.shape) for each in (offsets, stops)] == scattered
     if shapes is None or shape_offsets is None:
         return ragged and shapes is shape_offsets
     return (

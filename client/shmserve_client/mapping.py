@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import OutOfSharedMemoryError
+from .layout import file_offsets, whole_pages
 
 __all__ = ["HUGE_PAGE_NBYTES", "Mapping", "map_locked", "map_private", "map_shared"]
 
@@ -35,9 +36,10 @@ _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Mapping:
-    """The bytes of a file at `[address, address + nbytes)` of this process, until the last view of them is gone.
+    """The bytes of a file, and of files behind it, at `[address, address + nbytes)` of this process.
 
-    The file's open description stays open for as long, and with it the locks taken on it.
+    They are there until the last view of them is gone. The open description of each stays open for as long, and with it
+    the locks taken on it.
     """
 
     def __init__(self, address: int, nbytes: int, writable: bool) -> None:
@@ -80,8 +82,10 @@ class Mapping:
         return found_kib << 10
 
 
-def map_private(fd: int, nbytes: int) -> Mapping:
+def map_private(fd: int, nbytes: int, behind: Sequence[tuple[int, int]] = ()) -> Mapping:
     """Return a mapping of the file's first `nbytes` bytes for a reader: what is written to it stays in this process.
+
+    Behind it are other files, given by descriptor and size, each from a page of its own on (`layout.file_offsets`).
 
     It is writable, because torch warns of arrays that are not and an in-place write should not be a SIGSEGV. Where the
     kernel takes each private page for promised memory (`vm.overcommit_memory=2`) and refuses, it is read-only.
@@ -90,9 +94,9 @@ def map_private(fd: int, nbytes: int) -> Mapping:
         OutOfSharedMemoryError: the address space has no room for it (`ulimit -v`).
     """
     try:
-        return _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+        return _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, behind)
     except OutOfSharedMemoryError:
-        return _map(fd, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE)
+        return _map(fd, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE, behind)
 
 
 def map_shared(fd: int, nbytes: int) -> Mapping:
@@ -121,26 +125,31 @@ def map_locked(fd: int, nbytes: int, *, ranges: Sequence[tuple[int, int]]) -> Ma
     return mapping
 
 
-def _map(fd: int, nbytes: int, protection: int, flags: int) -> Mapping:
+def _map(fd: int, nbytes: int, protection: int, flags: int, behind: Sequence[tuple[int, int]] = ()) -> Mapping:
+    files = [(fd, nbytes), *behind]
+    *offsets, end = file_offsets([size for _, size in files])
+    total_nbytes = offsets[-1] + files[-1][1]
     try:
-        address = _reserve(nbytes)
+        address = _reserve(end)
         try:
-            _mmap(address, nbytes, protection, flags | _MAP_FIXED, fd)
+            for (file, size), offset in zip(files, offsets, strict=True):
+                _mmap(address + offset, size, protection, flags | _MAP_FIXED, file)
         except OSError:
-            _libc.munmap(address, nbytes)
+            _libc.munmap(address, end)
             raise
     except OSError as error:
         raise OutOfSharedMemoryError(
-            f"cannot map {nbytes} bytes into this process: {error.strerror}: raise its limit (ulimit -v)"
+            f"cannot map {total_nbytes} bytes into this process: {error.strerror}: raise its limit (ulimit -v"
+            f"{'; of files, sysctl vm.max_map_count' if behind else ''})"
         ) from error
     # Advice only: a kernel without transparent huge pages refuses it, and small pages are right there.
     _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
-    return Mapping(address, nbytes, bool(protection & mmap.PROT_WRITE))
+    return Mapping(address, total_nbytes, bool(protection & mmap.PROT_WRITE))
 
 
 def _reserve(nbytes: int) -> int:
     """Return a 2 MiB-aligned address with `nbytes` bytes of address space, inaccessible and free of cost."""
-    length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = whole_pages(nbytes)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     start = _mmap(None, length + HUGE_PAGE_NBYTES, _PROT_NONE, flags, -1)
     aligned = -(-start // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES

@@ -6,10 +6,8 @@ import errno
 import fcntl
 import os
 import resource
-import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,12 +19,11 @@ from .layout import DESCRIPTION_OFFSET, DTYPES, Array
 from .locks import is_at, take_owner_lock
 from .mapping import HUGE_PAGE_NBYTES, Mapping, map_locked, map_private
 from .samples import Samples, open_samples
-from .segment import open_segment, read_prefix
+from .segment import map_segment, open_segment, read_prefix
 
-__all__ = ["FileSegment", "OwnedSegment", "adopt_segment", "set_readers"]
+__all__ = ["OwnedSegment", "adopt_segment", "set_readers"]
 
 _MAX_OPENED: Final = 64
-_WARM_NBYTES: Final = 8 << 20
 _SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
@@ -59,7 +56,7 @@ class OwnedSegment:
         touched.bytes[data_offset::HUGE_PAGE_NBYTES].sum()  # only what was touched can be seen to be huge
         self.huge_nbytes = touched.huge_nbytes()
         # Another, or all would count as of this process; by its name, so that memory tools can tell what it is.
-        self._mapping: Mapping | None = self._map(map_private)
+        self._mapping: Mapping | None = self._map(lambda fd, nbytes: map_segment(fd, self.header, self.description))
         can_be_huge = (total_nbytes - data_offset) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
         self.huge_refusal = _huge_refusal(can_be_huge - self.huge_nbytes, refusal_errno)
         self._unlinked = False
@@ -87,7 +84,9 @@ class OwnedSegment:
 
     def array(self, array: Array) -> NDArray[Any]:
         """Return `array` of the description: the owner's own view, until `close`, which does not count as attached."""
-        return np.ndarray(array.shape, DTYPES[array.dtype], buffer=np.asarray(self._mapping), offset=array.offset)
+        return np.ndarray(
+            array.shape, DTYPES[array.dtype], buffer=np.asarray(self._mapping), offset=self.header.position(array)
+        )
 
     def samples(self, column: str | None, block_size: int, stride: int) -> Samples:
         """Return what `open_samples` does, from memory where it was asked for before; until `close`. Raises as it."""
@@ -143,39 +142,6 @@ class OwnedSegment:
         if not self._closed:
             warnings.warn(f"{self.path} was not closed", ResourceWarning, source=self, stacklevel=2)
             self.close()
-
-
-class FileSegment(OwnedSegment):
-    """A segment file on disk, served in its place: nobody owns it, and it outlives the daemon."""
-
-    def __init__(self, path: str, generation: int) -> None:
-        """Open the file, which is served as this generation of its dataset.
-
-        Raises:
-            SegmentFormatError: not a segment that this version reads.
-            SegmentNotFoundError: it is gone.
-        """
-        fd = open_segment(path)
-        try:
-            super().__init__(fd, path)
-        except BaseException:
-            os.close(fd)
-            raise
-        self.generation = generation
-        self.huge_refusal = ""  # the page cache of a disk has small pages
-
-    def unlink(self) -> None:
-        """Do nothing: the file is its maker's."""
-
-    def warm(self, progress: Callable[[int, int], None], cancelled: threading.Event) -> None:
-        """Read all of the file once, so that its pages are in memory. Raises CancelledError when `cancelled` is set."""
-        buffer = bytearray(_WARM_NBYTES)
-        total_nbytes = self.header.total_nbytes
-        for start in range(0, total_nbytes, _WARM_NBYTES):
-            if cancelled.is_set():
-                raise CancelledError("loading was cancelled")
-            os.preadv(self.fd, [buffer], start)
-            progress(min(total_nbytes, start + _WARM_NBYTES), total_nbytes)
 
 
 def adopt_segment(path: str, *, gid: int | None = None) -> OwnedSegment | None:

@@ -6,6 +6,7 @@ anything being read.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from itertools import accumulate, chain
 import numpy as np
 from numpy.typing import NDArray
 
-from .layout import Array, Column
+from .layout import DTYPES, Array, Column
 from .writer import Piece, Values
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "RaggedPlan",
     "concatenate",
     "join_column",
+    "join_shapes",
 ]
 
 
@@ -36,10 +38,17 @@ class ArrayPlan:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    in_files: int | None = None
+    """Where it starts, in bytes, among the files in which values stay; None for one that is written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def array(self) -> Array:
-        """Return what the segment says of it, not placed yet."""
-        return Array(self.dtype, self.shape)
+        """Return what the segment says of it, not placed yet where it is written."""
+        return Array(self.dtype, self.shape, self.in_files or 0, self.in_files is not None)
 
 
 class Positions(Piece, ABC):
@@ -66,6 +75,7 @@ class PositionList(Values, Positions):
 class RaggedPlan:
     """How `values` divides into samples: int64 starts, relative to this part's first value, without the last end.
 
+    Samples that do not follow each other also have `stops`; their values can only be left where they are.
     N-d samples also have `shapes` (int64, 1-d) and, again without the last end, `shape_starts`; `flat` says that all of
     this part's are 1-d, so that the shapes tell nothing where no other part's do.
     """
@@ -75,6 +85,7 @@ class RaggedPlan:
     shapes: ArrayPlan | None = None
     shape_starts: tuple[Positions, ...] = ()
     flat: bool = False
+    stops: tuple[Positions, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +120,20 @@ class JoinedColumn:
     offsets: ArrayPlan | None = None
     shapes: ArrayPlan | None = None
     shape_offsets: ArrayPlan | None = None
+    stops: ArrayPlan | None = None
 
     def column(self) -> Column:
         """Return what the segment says of it, not placed yet."""
-        values, offsets, shapes, shape_offsets = (
+        offsets, stops, shapes, shape_offsets = (
             None if plan is None else plan.array()
-            for plan in (self.values, self.offsets, self.shapes, self.shape_offsets)
+            for plan in (self.offsets, self.stops, self.shapes, self.shape_offsets)
         )
-        assert values is not None
-        return Column(self.name, values, offsets, shapes, shape_offsets, self.kind, self.python)
+        return Column(self.name, self.values.array(), offsets, shapes, shape_offsets, self.kind, self.python, stops)
 
     def arrays(self) -> list[ArrayPlan]:
-        """Return its plans in the order of `Description.all_arrays`."""
-        plans = (self.values, self.offsets, self.shapes, self.shape_offsets)
-        return [plan for plan in plans if plan is not None]
+        """Return the plans of what is to be written, in the order of `Description.all_arrays`."""
+        plans = (self.values, self.offsets, self.stops, self.shapes, self.shape_offsets)
+        return [plan for plan in plans if plan is not None and plan.in_files is None]
 
 
 def join_column(parts: Sequence[ColumnPlan]) -> JoinedColumn:
@@ -133,7 +144,7 @@ def join_column(parts: Sequence[ColumnPlan]) -> JoinedColumn:
     if ragged:
         count = sum(part.count for part in parts)
         offsets = _offsets([plan.starts for plan in ragged], [part.values.shape[0] for part in parts], count)
-        shapes, shape_offsets = _join_shapes(ragged, count)
+        shapes, shape_offsets = join_shapes(ragged, count)
     first = parts[0]
     return JoinedColumn(first.name, first.kind, first.python, values, offsets, shapes, shape_offsets)
 
@@ -151,7 +162,8 @@ def _offsets(starts: Sequence[Sequence[Positions]], lengths: Sequence[int], coun
     return ArrayPlan("int64", (count + 1,), (*moved, PositionList(np.array([end]))))
 
 
-def _join_shapes(ragged: Sequence[RaggedPlan], count: int) -> tuple[ArrayPlan | None, ArrayPlan | None]:
+def join_shapes(ragged: Sequence[RaggedPlan], count: int) -> tuple[ArrayPlan | None, ArrayPlan | None]:
+    """Return the shapes of the samples of all parts, and their `count` + 1 offsets; None where all are 1-d."""
     shapes = [plan.shapes for plan in ragged if plan.shapes is not None]
     if all(plan.flat for plan in ragged) or not shapes:
         return None, None

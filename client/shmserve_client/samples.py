@@ -73,7 +73,7 @@ class Samples(Indexed, ABC):
         return map(self.read, range(self.count))
 
     def extents(self, positions: Int64s) -> tuple[Int64s, Int64s]:
-        """Return (offsets, nbytes) of the samples: bytes from the segment's start, and sizes in bytes, each int64.
+        """Return (offsets, nbytes) of the samples in bytes, each int64; offsets count from where `Array.offset` does.
 
         Args:
             positions: 1-d, each in [0, count): negative ones are not counted from the end here.
@@ -132,15 +132,16 @@ class Samples(Indexed, ABC):
 
 
 class _Ragged(Samples):
-    """Sample i is `values[offsets[i]:offsets[i + 1]]`."""
+    """Sample i is `values[starts[i]:stops[i]]`; where none are scattered, each starts where the one before stops."""
 
     def __init__(self, column: Column, array: ArrayReader, offsets: Array) -> None:
         self.offsets: Int64s = array(offsets)
+        self.starts, self.stops = _starts_and_stops(column, array, self.offsets)
         values = array(column.values)
-        super().__init__(column, values, len(self.offsets) - 1, _ragged_reader(column.name, values, self.offsets))
+        super().__init__(column, values, len(self.starts), _ragged_reader(column.name, values, self.starts, self.stops))
 
     def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
-        return self.offsets[indices], self.offsets[indices + 1]
+        return self.starts[indices], self.stops[indices]
 
     def first_axes(self, positions: Int64s, counts: Int64s) -> tuple[Int64s, tuple[int, ...]]:
         return counts, ()
@@ -154,14 +155,15 @@ class _RaggedNd(Samples):
 
     def __init__(self, column: Column, array: ArrayReader, offsets: Array, shapes: Array, shape_offsets: Array) -> None:
         self.offsets: Int64s = array(offsets)
+        self.starts, self.stops = _starts_and_stops(column, array, self.offsets)
         self.shapes: Int64s = array(shapes)
         self.shape_offsets: Int64s = array(shape_offsets)
         values = array(column.values)
-        read = _ragged_nd_reader(column.name, values, self.offsets, self.shapes, self.shape_offsets)
-        super().__init__(column, values, len(self.offsets) - 1, read)
+        read = _ragged_nd_reader(column.name, values, self.starts, self.stops, self.shapes, self.shape_offsets)
+        super().__init__(column, values, len(self.starts), read)
 
     def _bounds(self, indices: Int64s) -> tuple[Int64s, Int64s]:
-        return self.offsets[indices], self.offsets[indices + 1]
+        return self.starts[indices], self.stops[indices]
 
     def first_axes(self, positions: Int64s, counts: Int64s) -> tuple[Int64s, tuple[int, ...]]:
         name, first = self.column.name, 0
@@ -237,12 +239,16 @@ class _Windows(Samples):
         return f", since the data has {len(self.values)} items and block_size is {self._block_size}"
 
 
-def _ragged_reader(name: str, values: NDArray[Any], offsets: Int64s) -> SampleReader:
+def _starts_and_stops(column: Column, array: ArrayReader, offsets: Int64s) -> tuple[Int64s, Int64s]:
+    return (offsets[:-1], offsets[1:]) if column.stops is None else (offsets, array(column.stops))
+
+
+def _ragged_reader(name: str, values: NDArray[Any], starts: Int64s, stops: Int64s) -> SampleReader:
     total = len(values)
-    starts = offsets.data  # a memoryview gives Python integers, several times faster than the array
+    start_of, stop_of = starts.data, stops.data  # memoryviews give Python integers, several times faster than arrays
 
     def read(index: int) -> NDArray[Any]:
-        start, stop = starts[index], starts[index + 1]
+        start, stop = start_of[index], stop_of[index]
         if 0 <= start <= stop <= total:
             return values[start:stop]
         raise _damaged(name, index, start, stop, values)
@@ -251,9 +257,9 @@ def _ragged_reader(name: str, values: NDArray[Any], offsets: Int64s) -> SampleRe
 
 
 def _ragged_nd_reader(
-    name: str, values: NDArray[Any], offsets: Int64s, shapes: Int64s, shape_offsets: Int64s
+    name: str, values: NDArray[Any], starts: Int64s, stops: Int64s, shapes: Int64s, shape_offsets: Int64s
 ) -> SampleReader:
-    read_flat = _ragged_reader(name, values, offsets)
+    read_flat = _ragged_reader(name, values, starts, stops)
 
     def read(index: int) -> NDArray[Any]:
         items = read_flat(index)
@@ -342,6 +348,11 @@ def open_samples(
     if block_size and chosen.kind != "tensor":
         raise BlockSizeError(
             f"block_size {block_size}: column {chosen.name!r} is of the kind {chosen.kind}, not tokens"
+        )
+    if block_size and chosen.stops is not None:
+        raise BlockSizeError(
+            f"block_size {block_size}: the samples of column {chosen.name!r} do not follow each other in the files "
+            "where they are mapped (--mode map): load it, or write it as one file by `shmserve build`"
         )
     if block_size:
         return _Windows(chosen, array, block_size, stride or block_size)

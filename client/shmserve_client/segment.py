@@ -9,17 +9,28 @@ import stat
 import threading
 import warnings
 import weakref
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import SegmentFormatError, SegmentNotFoundError
-from .layout import DESCRIPTION_OFFSET, DTYPES, HEADER, Array, Description, Header, decode_description, decode_header
+from .errors import SegmentFormatError, SegmentNotFoundError, SourceFormatError, SourceNotFoundError
+from .layout import (
+    DESCRIPTION_OFFSET,
+    DTYPES,
+    HEADER,
+    Array,
+    Description,
+    Header,
+    MappedFile,
+    decode_description,
+    decode_header,
+)
 from .locks import mark_attached
-from .mapping import map_private
+from .mapping import Mapping, map_private
 
-__all__ = ["Segment", "open_segment", "read_prefix", "segment_filename"]
+__all__ = ["Segment", "map_segment", "open_mapped_file", "open_segment", "read_prefix", "segment_filename"]
 
 _MAX_SLUG: Final = 64
 _DESCRIPTOR: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
@@ -32,6 +43,19 @@ def segment_filename(name: str, nonce: bytes) -> str:
     return f"shmserve-{os.geteuid()}-{slug}-{nonce.hex()[:8]}"
 
 
+def _open_regular(path: str, flags: int = 0) -> int:
+    """Return a read-only descriptor of the regular file at `path`. Raises SegmentFormatError for any other, OSError."""
+    # Found first and opened then: to open a device, or a FIFO, may do something.
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
+    try:
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            raise SegmentFormatError(f"{path} is not a regular file, so not a segment")
+        # O_NONBLOCK: its owner may hold a lease on it, which would have to end first.
+        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    finally:
+        os.close(found)
+
+
 def open_segment(path: str) -> int:
     """Return a read-only descriptor of the regular file at `path`; links and everything else are refused.
 
@@ -41,17 +65,8 @@ def open_segment(path: str) -> int:
         SegmentFormatError: no regular file.
         SegmentNotFoundError: nothing there, or not for this user.
     """
-    no_link = 0 if _DESCRIPTOR.fullmatch(path) else os.O_NOFOLLOW
     try:
-        # Found first and opened then: to open a device, or a FIFO, may do something.
-        found = os.open(path, os.O_PATH | os.O_CLOEXEC | no_link)
-        try:
-            if not stat.S_ISREG(os.fstat(found).st_mode):
-                raise SegmentFormatError(f"{path} is not a regular file, so not a segment")
-            # O_NONBLOCK: its owner may hold a lease on it, which would have to end first.
-            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        finally:
-            os.close(found)
+        return _open_regular(path, 0 if _DESCRIPTOR.fullmatch(path) else os.O_NOFOLLOW)
     except SegmentFormatError:
         raise
     except FileNotFoundError as error:
@@ -75,6 +90,43 @@ def read_prefix(fd: int) -> tuple[Header, Description]:
         return header, decode_description(os.pread(fd, header.description_nbytes, DESCRIPTION_OFFSET), header)
     except OSError as error:
         raise SegmentFormatError(f"not a segment: it cannot be read: {error.strerror}") from error
+
+
+def map_segment(fd: int, header: Header, description: Description) -> Mapping:
+    """Return a private mapping of the segment and, behind it, of the files in which values stay.
+
+    Raises:
+        OutOfSharedMemoryError: the address space of this process is limited and too small.
+        SourceFormatError: one of the files is not the one any more that the segment was made with.
+        SourceNotFoundError: one of them is not there, or not for this user.
+    """
+    with ExitStack() as stack:
+        behind = []
+        for file in description.files:
+            opened = open_mapped_file(file)
+            stack.callback(os.close, opened)
+            behind.append((opened, file.nbytes))
+        return map_private(fd, header.total_nbytes, behind)
+
+
+def open_mapped_file(file: MappedFile) -> int:
+    """Return a read-only descriptor of the file, which is as it was. Raises as `map_segment`."""
+    try:
+        fd = _open_regular(file.path)
+    except (OSError, SegmentFormatError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a regular file any more"
+        raise SourceNotFoundError(
+            f"cannot map {file.path}, where the values of the dataset are (--mode map): {reason} (containers: mount it "
+            "under the same path)"
+        ) from error
+    status = os.fstat(fd)
+    if (status.st_size, status.st_mtime_ns, status.st_ino) != (file.nbytes, file.mtime_ns, file.inode):
+        os.close(fd)
+        raise SourceFormatError(
+            f"{file.path} has changed since it was served where it is (--mode map): `shmserve reload` serves it as it "
+            "is now; never change a file that is mapped"
+        )
+    return fd
 
 
 def _identity(fd: int) -> tuple[int, int]:
@@ -111,7 +163,7 @@ class Segment:
                 f"the segment at {path} is another one than the daemon's: this process has another shm directory than "
                 "the daemon (containers: share it with --ipc or a common volume), or the dataset was loaded anew"
             )
-        self._mapping = map_private(fd, self.header.total_nbytes)
+        self._mapping = map_segment(fd, self.header, self.description)
         mark_attached(fd)
 
     @classmethod
@@ -122,6 +174,8 @@ class Segment:
             OutOfSharedMemoryError: the address space of this process is limited and too small.
             SegmentFormatError: what is there is not a segment that this version reads.
             SegmentNotFoundError: it is gone, or this process sees another shm directory than the daemon.
+            SourceFormatError: a file in which values stay has changed.
+            SourceNotFoundError: such a file is not there.
         """
         with _attaching:
             segment = _attached.get((path, nonce))
@@ -150,7 +204,8 @@ class Segment:
     def array(self, array: Array) -> NDArray[Any]:
         """Return `array` of the description: a view, zero-copy, which keeps the segment attached while it lives."""
         # numpy takes this object as the owner of the view's memory, and so keeps it alive.
-        return np.ndarray(array.shape, DTYPES[array.dtype], buffer=np.asarray(self), offset=array.offset)
+        offset = self.header.position(array)
+        return np.ndarray(array.shape, DTYPES[array.dtype], buffer=np.asarray(self), offset=offset)
 
     def _count_forked_child(self) -> None:
         """Take a lock of this process's own: the inherited description has the parent's, and shares its life."""

@@ -51,12 +51,21 @@ class StagedChunk:
     """Whether all samples are 1-d."""
     python: str = ""
     fits_float: bool = True
+    file: str = ""
+    """The file that its values stay in, where `values` is an offset; "" for one whose values wait."""
+    stops: int = -1
+    """Of such samples, where each ends."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its values and offsets have."""
-        values = self.items * math.prod(self.row_shape or ()) * DTYPES[self.dtype].itemsize
-        return values + 8 * (self.extents + self.count * ((self.starts >= 0) + (self.shape_starts >= 0)))
+        """How many bytes its values and offsets have, but for those that stay in a file."""
+        positions = (self.starts >= 0) + (self.stops >= 0) + (self.shape_starts >= 0)
+        return (0 if self.file else self.values_nbytes) + 8 * (self.extents + self.count * positions)
+
+    @property
+    def values_nbytes(self) -> int:
+        """How many bytes its values have."""
+        return self.items * math.prod(self.row_shape or ()) * DTYPES[self.dtype].itemsize
 
     @property
     def form(self) -> Form:
@@ -85,21 +94,29 @@ class Staging:
         """How much memory the file takes now."""
         return os.fstat(self._fd).st_blocks * 512
 
-    def append(self, chunk: Chunk) -> StagedChunk:
-        """Write the chunk's parts behind what is there. Raises OSError (ENOSPC) where there is no room."""
+    def append(self, chunk: Chunk, file: str = "") -> StagedChunk:
+        """Write the chunk's parts behind what is there, but for values that stay in `file`.
+
+        Raises OSError (ENOSPC) where there is no room.
+        """
+        stays = chunk.file_offset >= 0
         staged = StagedChunk(
             kind=chunk.kind,
             dtype=chunk.values.dtype.name,
             count=chunk.count,
             items=len(chunk.values),
             row_shape=list(chunk.values.shape[1:]) if chunk.lengths is None else None,
-            values=self._write(chunk.values),
+            values=chunk.file_offset if stays else self._write(chunk.values),
             python=chunk.python,
-            fits_float=chunk.fits_float,
+            fits_float=not stays and chunk.fits_float,
+            file=file if stays else "",
         )
         if chunk.lengths is None:
             return staged
-        staged = replace(staged, starts=self._write(_starts(chunk.lengths)))
+        starts = _starts(chunk.lengths) if chunk.starts is None else chunk.starts
+        staged = replace(staged, starts=self._write(starts))
+        if stays:
+            staged = replace(staged, stops=self._write(starts + chunk.lengths))
         if chunk.shapes is None or chunk.dimensions is None:
             return staged
         return replace(
@@ -122,7 +139,12 @@ class Staging:
     def load(self, staged: StagedChunk) -> Chunk:
         """Return the chunk in memory again."""
         shape = (staged.items, *(staged.row_shape or ()))
-        values = self._array(staged.values, staged.dtype, shape)
+        if staged.file:
+            values = np.empty(shape, DTYPES[staged.dtype])
+            with open(staged.file, "rb") as file:
+                _read(file.fileno(), values.reshape(-1).view(np.uint8), staged.values)
+        else:
+            values = self._array(staged.values, staged.dtype, shape)
         lengths = shapes = dimensions = None
         if staged.starts >= 0:
             lengths = _lengths(self._array(staged.starts, "int64", (staged.count,)), staged.items)
@@ -136,10 +158,20 @@ class Staging:
         _read(self._fd, array.reshape(-1).view(np.uint8), offset)
         return array
 
-    def plan(self, name: str, staged: StagedChunk, origin: str) -> ColumnPlan:
-        """Return the chunk as a part of the column `name`; `origin` says where it comes from, for people."""
+    def plan(self, name: str, staged: StagedChunk, origin: str, span: Piece | None = None) -> ColumnPlan:
+        """Return the chunk as a part of the column `name`.
+
+        Args:
+            name: the column's.
+            staged: the chunk.
+            origin: where it comes from, for people.
+            span: its values, if they stay in a file.
+        """
         shape = (staged.items, *(staged.row_shape or ()))
-        values = self._plan(staged.values, staged.dtype, shape, origin)
+        if span is None:
+            values = self._plan(staged.values, staged.dtype, shape, origin)
+        else:
+            values = ArrayPlan(staged.dtype, shape, (span,))
         if staged.starts < 0:
             return ColumnPlan(name, values, kind=staged.kind, python=staged.python)
         shapes = None
@@ -148,7 +180,8 @@ class Staging:
             shapes = self._plan(staged.shapes, "int64", (staged.extents,), origin)
             shape_starts = self._positions(staged.shape_starts, staged.count)
         starts = self._positions(staged.starts, staged.count)
-        ragged = RaggedPlan(staged.count, starts, shapes, shape_starts, staged.flat)
+        stops = self._positions(staged.stops, staged.count) if staged.stops >= 0 else ()
+        ragged = RaggedPlan(staged.count, starts, shapes, shape_starts, staged.flat, stops)
         return ColumnPlan(name, values, ragged, staged.kind, staged.python)
 
     def _plan(self, offset: int, dtype: str, shape: tuple[int, ...], origin: str) -> ArrayPlan:

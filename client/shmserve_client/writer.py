@@ -32,6 +32,7 @@ from .layout import (
     decode_header,
     encode_prefix,
     place_arrays,
+    whole_pages,
 )
 from .locks import take_owner_lock
 from .owned import OwnedSegment, set_readers
@@ -204,7 +205,7 @@ class _Prepared:
         # Judged as a reader will judge it, before there is anything to take back.
         decode_description(self._prefix[DESCRIPTION_OFFSET:], decode_header(self._prefix, total_nbytes))
         # The rest up to the data is a hole, which takes no memory, so that a tiny dataset stays tiny.
-        self.needed_nbytes = _whole_pages(len(self._prefix)) + _whole_pages(total_nbytes - data_offset)
+        self.needed_nbytes = whole_pages(len(self._prefix)) + whole_pages(total_nbytes - data_offset)
 
     def fill(
         self,
@@ -257,10 +258,6 @@ def _value_check(description: Description, spans: Sequence[Span], vocab_size: in
         return f"dataset {description.name!r}" + (f", {place}" if place else "")
 
     return ValueCheck(values.offset, values.offset + values.nbytes, DTYPES[values.dtype], vocab_size, origin)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def open_unnamed(shm_dir: str) -> int:

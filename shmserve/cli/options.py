@@ -66,13 +66,13 @@ columns_option = option(
 def dataset_options(command: Decorated) -> Decorated:
     """Give the command the options of the datasets that it names."""
     for add in (
-        option("--warm", is_flag=True, help="With --mode map: read the file once, so that it is in memory."),
+        option("--warm", is_flag=True, help="With --mode map: read the files once, so that they are in memory."),
         option(
             "--mode",
             type=click.Choice(MODES),
             default="load",
             show_default=True,
-            help="Whether to load into shared memory, or have clients map a file of `build` where it is.",
+            help="Whether to load into shared memory, or have clients map the values in their files.",
         ),
         option(
             "--stride", type=int, metavar="S", help="The clients' default step from window to window.  [default: B]"

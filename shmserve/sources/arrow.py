@@ -18,6 +18,7 @@ from .arrow_arrays import EXTRA, chunk_of, nbytes_of
 from .base import DecodedSource, SourceOptions
 from .extras import require
 from .files import size_of
+from .in_place import located
 
 __all__ = ["ArrowFile", "ParquetFile", "check_columns", "decode_batches", "mapped"]
 
@@ -98,22 +99,40 @@ class ArrowFile(DecodedSource):
 
     def decode(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
         """Yield the rows of the run of record batches that is `part`."""
-        start, count = part
         with mapped(self.values) as file:
-            ipc = require("pyarrow.ipc", EXTRA, str(self.values))
-            schema = ipc.open_stream(file).schema if self.is_stream else ipc.open_file(file).schema
-            names = check_columns(columns, schema.names, self.values)
-            # Others are not even decompressed.
-            options = ipc.IpcReadOptions(included_fields=[schema.names.index(name) for name in names])
-            file.seek(0)
-            if self.is_stream:
-                reader = ipc.open_stream(file, options=options)
-                file.seek(start)  # it has read the schema, and no further
-                batches = (reader.read_next_batch() for _ in range(count))
-            else:
-                reader = ipc.open_file(file, options=options)
-                batches = (reader.get_batch(number) for number in range(start, start + count))
-            yield from decode_batches(batches, schema, self.values, names)
+            yield from decode_batches(*self._batches(file, part, columns))
+
+    def locate(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
+        """Yield the same; of numbers, strings and lists without nulls where they are in the mapped file."""
+        pa = require("pyarrow", EXTRA, str(self.values))
+        with mapped(self.values) as file:
+            if not isinstance(file, pa.MemoryMappedFile):
+                raise SourceFormatError(f"{self.values}: it cannot be mapped: load it, without --mode map")
+            content = file.read_buffer()
+            for chunks in decode_batches(*self._batches(file, part, columns, in_place=True), check=False):
+                yield {name: located(chunk, content.address, content.size) for name, chunk in chunks.items()}
+
+    def _batches(
+        self, file: Any, part: Any, columns: tuple[str, ...] | None, *, in_place: bool = False
+    ) -> tuple[Iterator[Any], Any, Path, list[str]]:
+        """Return the record batches of a part, their schema, the file's path, and the columns that were chosen."""
+        start, count = part
+        ipc = require("pyarrow.ipc", EXTRA, str(self.values))
+        file.seek(0)
+        schema = ipc.open_stream(file).schema if self.is_stream else ipc.open_file(file).schema
+        names = check_columns(columns, schema.names, self.values)
+        # Others are not even decompressed; but what is read so of a file is a copy.
+        included = [] if in_place else [schema.names.index(name) for name in names]
+        options = ipc.IpcReadOptions(included_fields=included)
+        file.seek(0)
+        if self.is_stream:
+            reader = ipc.open_stream(file, options=options)
+            file.seek(start)  # it has read the schema, and no further
+            batches = (reader.read_next_batch() for _ in range(count))
+        else:
+            reader = ipc.open_file(file, options=options)
+            batches = (reader.get_batch(number) for number in range(start, start + count))
+        return batches, schema, self.values, names
 
 
 def _messages(reader: Any) -> Iterator[Any]:
@@ -208,8 +227,12 @@ def _ranges(count: int) -> list[Any]:
     return [[start, min(count, start + step)] for start in range(0, count, step)] if count else [[0, 0]]
 
 
-def decode_batches(batches: Iterable[Any], schema: Any, path: Path, names: Sequence[str]) -> Iterator[dict[str, Chunk]]:
+def decode_batches(
+    batches: Iterable[Any], schema: Any, path: Path, names: Sequence[str], *, check: bool = True
+) -> Iterator[dict[str, Chunk]]:
     """Yield the columns `names` of record batches; once, without rows, where there are none.
+
+    Without `check` their values are not read, and no batches are joined, which would copy them.
 
     Raises:
         SourceFormatError: a batch is damaged, or a column of a type that is not supported.
@@ -217,10 +240,10 @@ def decode_batches(batches: Iterable[Any], schema: Any, path: Path, names: Seque
     waiting: list[Any] = []
     nbytes = 0
     yielded = False
-    for part in _slices(batches, path, names):
+    for part in _slices(batches, path, names, check=check):
         # What is large already waits for no other: joined, their strings may pass the 2 GiB that offsets reach.
         part_nbytes = sum(map(nbytes_of, part.columns))
-        if waiting and nbytes + part_nbytes > CHUNK_NBYTES:
+        if waiting and (nbytes + part_nbytes > CHUNK_NBYTES or not check):
             yield _chunks(waiting, schema, path, names)
             yielded, waiting, nbytes = True, [], 0
         waiting.append(part)
@@ -229,8 +252,8 @@ def decode_batches(batches: Iterable[Any], schema: Any, path: Path, names: Seque
         yield _chunks(waiting, schema, path, names)
 
 
-def _slices(batches: Iterable[Any], path: Path, names: Sequence[str]) -> Iterator[Any]:
-    """Yield slices, of about CHUNK_NBYTES at most, of the batches that have rows, all of them valid."""
+def _slices(batches: Iterable[Any], path: Path, names: Sequence[str], *, check: bool) -> Iterator[Any]:
+    """Yield slices, of about CHUNK_NBYTES at most, of the batches that have rows; valid, if it is checked."""
     bare_rows = 0
     for batch in batches:
         if batch.num_rows == 0:
@@ -241,7 +264,8 @@ def _slices(batches: Iterable[Any], path: Path, names: Sequence[str]) -> Iterato
             bare_rows += batch.num_rows
         if bare_rows > _MAX_ROWS_PER_BYTE * size_of(path):
             raise SourceFormatError(f"{path}: more than {bare_rows} rows without a value in any column: it is damaged")
-        batch.validate(full=True)
+        if check:
+            batch.validate(full=True)
         nbytes = sum(map(nbytes_of, batch.columns))
         step = max(1, min(batch.num_rows, batch.num_rows * CHUNK_NBYTES // nbytes))
         for start in range(0, batch.num_rows, step):

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from shmserve_client.chunks import Chunk
+from shmserve_client.errors import ConfigError
+from shmserve_client.layout import MappedFile
 from shmserve_client.plans import ArrayPlan, ColumnPlan, JoinedColumn, Positions
 from shmserve_client.writer import Piece
 
@@ -34,6 +36,8 @@ class SourceOptions:
     """Every token id must lie in [0, vocab_size); checked while loading."""
     columns: tuple[str, ...] | None = None
     """The columns to load, in this order; None for all."""
+    in_place: bool = False
+    """Whether values stay in their files where they can be used there, to be mapped by clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class Corpus:
     arrays: dict[str, ArrayPlan] = field(default_factory=dict)
     stream: bool = False
     notes: tuple[str, ...] = ()
+    files: tuple[MappedFile, ...] = ()
+    """Those in which values stay."""
 
 
 class Source(ABC):
@@ -150,6 +156,16 @@ class DecodedSource(Source):
             SourceFormatError: the file is damaged or not supported; the message names the file, and row and column.
             ConfigError: there is no such column (`select`), or a library is missing (`require`).
         """
+
+    def locate(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
+        """Yield the same; values that can be used where they are have a `file_offset`, and are not read nor checked.
+
+        The default is what no format that is decoded throughout needs to say: that there are no such values.
+        """
+        raise ConfigError(
+            f"{self.values}: {self.format} is decoded, so it cannot be mapped where it is: write it as one file by "
+            "`shmserve build`, and map that"
+        )
 
 
 def chosen(present: Iterable[str], columns: Sequence[str] | None) -> list[str]:

@@ -11,10 +11,11 @@ import numpy as np
 
 from shmserve_client.errors import ConfigError, SourceFormatError
 from shmserve_client.layout import DTYPES
-from shmserve_client.plans import ArrayPlan, ColumnPlan, PositionList, join_column
+from shmserve_client.plans import ArrayPlan, ColumnPlan, JoinedColumn, PositionList, join_column
 from shmserve_client.writer import Piece
 
 from .base import Corpus, ShardPlan, SourceOptions
+from .in_place import FilesInPlace, join_in_place
 
 __all__ = ["join"]
 
@@ -28,7 +29,7 @@ def join(source_format: str, shards: Sequence[tuple[Path, ShardPlan]], options: 
         options: what a person said about the corpus.
 
     Raises:
-        ConfigError: a column that was chosen is not there.
+        ConfigError: a column that was chosen is not there, or no values can stay in their files as they should.
         SourceFormatError: the shards differ in columns, dtype or shape, or contradict the options.
     """
     shards = _completed([(path, _chosen(path, plan, options.columns)) for path, plan in shards])
@@ -54,14 +55,46 @@ def join(source_format: str, shards: Sequence[tuple[Path, ShardPlan]], options: 
 
     plans = [plan for _, plan in shards]
     counts = [plan.count for plan in plans]
+    parts = list(zip(*(plan.columns for plan in plans), strict=True))
+    notes = tuple(dict.fromkeys(chain.from_iterable(plan.notes for plan in plans)))
+    files = FilesInPlace()
+    if options.in_place:
+        columns, loaded = _join_in_place(first_path, parts, files)
+        notes += loaded
+    else:
+        columns = tuple(map(join_column, parts))
     return Corpus(
         format=source_format,
         num_samples=sum(counts),
-        columns=tuple(join_column(parts) for parts in zip(*(plan.columns for plan in plans), strict=True)),
+        columns=columns,
         arrays=_join_arrays(plans, counts),
         stream=first.stream,
-        notes=tuple(dict.fromkeys(chain.from_iterable(plan.notes for plan in plans))),
+        notes=notes,
+        files=files.files,
     )
+
+
+def _join_in_place(
+    path: Path, columns: Sequence[Sequence[ColumnPlan]], files: FilesInPlace
+) -> tuple[tuple[JoinedColumn, ...], tuple[str, ...]]:
+    """Return the columns, with their values in the files where they can stay there, and a note of all others."""
+    joined = []
+    loaded = []
+    for parts in columns:
+        column = join_in_place(parts, files)
+        if column is None:
+            column = join_column(parts)
+            if column.values.nbytes:
+                loaded.append(column.name)
+        joined.append(column)
+    if loaded and not files.files:
+        raise ConfigError(
+            f"{path}: its values cannot be mapped where they are, since they are stored in another form or in several "
+            "pieces: write them as one file by `shmserve build`, and map that"
+        )
+    if not loaded:
+        return tuple(joined), ()
+    return tuple(joined), (f"in memory, since they cannot be mapped where they are: {', '.join(loaded)}",)
 
 
 def _chosen(path: Path, plan: ShardPlan, columns: tuple[str, ...] | None) -> ShardPlan:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shmserve_client.chunks import Chunk, encode, objects, ragged, rows
 from shmserve_client.errors import ConfigError, SourceFormatError
@@ -24,6 +25,7 @@ from .base import DecodedSource, SourceOptions
 from .compressed import open_stream
 from .files import missing
 from .huggingface import read_json
+from .in_place import located
 from .tables import Fields, RecordTable, joined
 
 __all__ = ["MdsShard", "text_chunk"]
@@ -109,8 +111,7 @@ class MdsShard(DecodedSource):
             int(shard["raw_data"]["bytes"]),
         )
 
-    def _table(self) -> RecordTable:
-        content = None
+    def _table(self, content: bytes | NDArray[np.uint8] | None = None) -> RecordTable:
         if self.values.name.endswith(".zstd"):
             if self.raw_nbytes > MAX_SHARD_NBYTES:
                 raise SourceFormatError(f"{self.index}: a shard of {self.raw_nbytes} bytes cannot be")
@@ -140,6 +141,28 @@ class MdsShard(DecodedSource):
         for start, stop in table.parts() if part is None else [part]:
             fields = dict(zip(self.names, table.fields(start, stop, self.sizes), strict=True))
             yield {name: decode(fields[name]) for name, decode in decoders.items()}
+
+    def locate(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
+        """Yield the same; of a shard that is not compressed, strings and bytes where they are in the mapped file."""
+        if part is None:
+            yield from super().locate(part, columns)
+        names = self.names if columns is None else columns
+        check_columns(names, self.names, self.values)
+        encodings = dict(zip(self.names, self.encodings, strict=True))
+        content = np.memmap(self.values, mode="r")
+        start, stop = part
+        found = self._table(content).fields(start, stop, self.sizes)
+        chunks = {}
+        for name, fields in zip(self.names, found, strict=True):
+            kind = "text" if encodings[name] == "str" else "bytes" if encodings[name] in RAW else ""
+            if name in names:
+                in_file = Chunk(fields.data, fields.lengths, kind=kind, starts=fields.starts)
+                chunks[name] = (
+                    located(in_file, content.ctypes.data, content.nbytes)
+                    if kind
+                    else self._decoder(name, encodings[name])(fields)
+                )
+        yield {name: chunks[name] for name in names}
 
     def _decoder(self, name: str, encoding: str) -> Callable[[Fields], Chunk]:
         where = f"{self.values}: column {name!r}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from shmserve_client.layout import is_shape
 from .arrow import check_columns
 from .base import DecodedSource, SourceOptions
 from .files import read_exactly, size_of
+from .in_place import located
 from .npz import listed, rows_per_chunk
 
 __all__ = ["SafetensorsFile"]
@@ -60,6 +61,17 @@ class _Tensor:
             return (found.astype(np.uint32) << 16).view(np.float32)
         return found
 
+    def view(self, content: NDArray[np.uint8], start: int, stop: int) -> NDArray[Any]:
+        """Return the same as a view of the file's content, if its rows can be used as they are stored."""
+        if self.dtype == "bfloat16":
+            return self.read(start, stop)
+        stored = content[self.offset + start * self.row_nbytes : self.offset + stop * self.row_nbytes]
+        return stored.view(np.dtype(self.dtype).newbyteorder("<")).reshape(stop - start, *self.shape[1:])
+
+
+_Read: TypeAlias = Callable[[_Tensor, int, int], NDArray[Any]]
+"""Returns some rows of a tensor."""
+
 
 @dataclass(frozen=True)
 class SafetensorsFile(DecodedSource):
@@ -87,9 +99,18 @@ class SafetensorsFile(DecodedSource):
 
     def decode(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
         """Yield the rows in the range."""
+        return self._rows(part, columns, _Tensor.read)
+
+    def locate(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
+        """Yield the same as views of the mapped file, all but bfloat16."""
+        content = np.memmap(self.values, mode="r")
+        for found in self._rows(part, columns, lambda tensor, start, stop: tensor.view(content, start, stop)):
+            yield {name: located(chunk, content.ctypes.data, content.nbytes) for name, chunk in found.items()}
+
+    def _rows(self, part: Any, columns: tuple[str, ...] | None, read: _Read) -> Iterator[dict[str, Chunk]]:
         tensors = self._tensors()
         if _is_ragged(tensors):
-            yield from self._ragged(tensors["values"], tensors["offsets"])
+            yield from self._ragged(tensors["values"], tensors["offsets"], read)
             return
         names = list(tensors) if columns is None else list(columns)
         check_columns(names, list(tensors), self.values)
@@ -107,9 +128,9 @@ class SafetensorsFile(DecodedSource):
         start, stop = part[0], min(part[1], count)
         for first in range(start, max(stop, start + 1), step):
             last = max(first, min(first + step, stop))
-            yield {name: rows(tensor.read(first, last)) for name, tensor in chosen.items()}
+            yield {name: rows(read(tensor, first, last)) for name, tensor in chosen.items()}
 
-    def _ragged(self, values: _Tensor, offsets: _Tensor) -> Iterator[dict[str, Chunk]]:
+    def _ragged(self, values: _Tensor, offsets: _Tensor, read: _Read) -> Iterator[dict[str, Chunk]]:
         bounds = offsets.read(0, offsets.shape[0]).astype(np.int64)
         lengths = np.diff(bounds)
         if bounds[0] != 0 or bounds[-1] != values.shape[0] or (lengths < 0).any():
@@ -121,7 +142,7 @@ class SafetensorsFile(DecodedSource):
         while first < len(lengths) or first == 0:
             last = max(first + 1, int(np.searchsorted(bounds, bounds[first] + step, "right")) - 1)
             last = min(last, len(lengths))
-            yield {"values": ragged(values.read(int(bounds[first]), int(bounds[last])), lengths[first:last])}
+            yield {"values": ragged(read(values, int(bounds[first]), int(bounds[last])), lengths[first:last])}
             first = max(last, 1)
 
     def _tensors(self) -> dict[str, _Tensor]:

@@ -61,7 +61,7 @@ def joined(data: Bytes, starts: Int64s, lengths: Int64s) -> Bytes:
 class RecordTable:
     """The records of one shard, in its file, or in memory where that had to be decompressed."""
 
-    def __init__(self, path: Path, content: bytes | None = None) -> None:
+    def __init__(self, path: Path, content: bytes | NDArray[np.uint8] | None = None) -> None:
         """Read and check the table.
 
         Raises:

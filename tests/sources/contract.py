@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shmserve.sources import SourceOptions, resolve
-from shmserve_client.errors import SourceFormatError
+from shmserve_client.errors import ConfigError, SourceFormatError
 
 from .reading import FIXTURES, arrays, plan, read, samples
 
@@ -28,6 +28,8 @@ class Case:
     arrays: dict[str, list[int]] = field(default_factory=dict)
     ambiguous: bool = False
     """Half of the values' bytes are as many items of half the size, and nothing else tells: truncation goes unseen."""
+    stays: bool = True
+    """Whether the values can be mapped in their files."""
 
     def __str__(self) -> str:
         return self.files[0]
@@ -96,6 +98,25 @@ class SourceContract:
             assert arrays(corpus)["document_indices"] == first + moved
         if "modes" in case.arrays:
             assert arrays(corpus)["modes"] == case.arrays["modes"] * 2
+
+    def test_mapped_in_place_they_are_the_same_or_refused(self, case, files, tmp_path):
+        if not case.stays:
+            with pytest.raises(ConfigError, match=r"cannot be mapped where they are.*shmserve build"):
+                plan(files[0], in_place=True)
+            return
+        corpus = plan(files[0], in_place=True)
+        assert samples(corpus) == case.samples
+        assert arrays(corpus) == case.arrays
+        values = files[0].stat().st_size > 0
+        assert [file.path for file in corpus.files] == [str(files[0])] * values
+        assert all(not column.values.pieces for column in corpus.columns) or not values
+        if values and corpus.columns[0].offsets is not None:  # two shards have a page's rest between them
+            (tmp_path / "more").mkdir()
+            for file in files:
+                shutil.copy(file, tmp_path / "more")
+            both = plan(files[0], tmp_path / "more" / files[0].name, in_place=True)
+            assert samples(both) == samples(both, 1) == case.samples * 2
+            assert len(both.files) == 2
 
     @pytest.mark.promise("F24")
     @pytest.mark.parametrize("kept", ["all but one byte", "half"])

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +26,7 @@ from shmserve_client.plans import JoinedColumn
 from shmserve_client.staging import Staging
 from tests.processes import Daemon
 
-from .reading import FIXTURES, read
+from .reading import FIXTURES, read, read_bounds, read_values
 
 Serve = Callable[..., Daemon]
 
@@ -46,6 +45,8 @@ class DecodedCase:
     """How much has to be missing for it to be noticed: some formats end with padding."""
     truncation_is_seen: bool = True
     """Whether the format can tell that its values' file was cut; text cannot."""
+    stays: tuple[str, ...] = ()
+    """The columns whose values can be mapped in their files."""
     is_named: bool = False
     """Whether the file's name is all that tells its format."""
 
@@ -88,30 +89,37 @@ def table(
     *data: Path | str,
     columns: tuple[str, ...] | None = None,
     vocab_size: int | None = None,
+    in_place: set[str] | None = None,
     by_helpers: bool = False,
 ) -> dict[str, list]:
-    """Return every column of a decoded corpus as Python values, decoded in this process or by real helpers."""
-    resolved = resolve([str(path) for path in data], SourceOptions(None, vocab_size, columns))
+    """Return every column of a decoded corpus as Python values, decoded in this process or by real helpers.
+
+    With `in_place` it is located rather than decoded, and the names of the columns that stay in their files are added.
+    """
+    options = SourceOptions(None, vocab_size, columns, in_place=in_place is not None)
+    resolved = resolve([str(path) for path in data], options)
     with ExitStack() as stack:
         if not by_helpers:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             stack.enter_context(patch.object(decoding, "_Helpers", lambda shm_dir, cancelled: _Here(folder)))
         planned = stack.enter_context(plan_corpus(resolved, shm_dir=None))
         assert planned.waiting_nbytes() >= 0
+        if in_place is not None:
+            in_place |= {column.name for column in planned.corpus.columns if column.values.in_files is not None}
         return {column.name: column_samples(column, planned.corpus) for column in planned.corpus.columns}
 
 
 def column_samples(column: JoinedColumn, corpus: Corpus) -> list[Any]:
     """Return a column's samples, tensors as nested lists."""
-    values = read(column.values)
+    values = read_values(column, corpus)
     if column.offsets is None:
         return values.tolist()
-    offsets = read(column.offsets)
-    assert len(offsets) == corpus.num_samples + 1
-    found = [values[start:stop] for start, stop in pairwise(offsets)]
+    bounds = read_bounds(column)
+    assert len(bounds) == corpus.num_samples
+    found = [values[start:stop] for start, stop in bounds]
     if column.shapes is not None and column.shape_offsets is not None:
-        shapes, bounds = read(column.shapes), read(column.shape_offsets)
-        found = [sample.reshape(shapes[bounds[i] : bounds[i + 1]]) for i, sample in enumerate(found)]
+        shapes, ends = read(column.shapes), read(column.shape_offsets)
+        found = [sample.reshape(shapes[ends[i] : ends[i + 1]]) for i, sample in enumerate(found)]
     match column.kind:
         case "text":
             return [sample.tobytes().decode() for sample in found]
@@ -174,6 +182,18 @@ class DecodedContract:
         copy = shutil.copytree if shard.is_dir() else shutil.copy
         again = copy(shard, tmp_path / f"again{''.join(shard.suffixes)}")
         assert table(shard, again) == {name: values * 2 for name, values in case.columns.items()}
+
+    def test_mapped_in_place_they_are_the_same_or_refused(self, case: DecodedCase, shard: Path, tmp_path: Path) -> None:
+        if not case.stays:
+            with pytest.raises(ConfigError, match=r"cannot be mapped where.*shmserve build"):
+                table(shard, in_place=set())
+            return
+        stays: set[str] = set()
+        assert table(shard, in_place=stays) == case.columns
+        assert stays == set(case.stays)
+        copy = shutil.copytree if shard.is_dir() else shutil.copy
+        again = copy(shard, tmp_path / f"again{''.join(shard.suffixes)}")
+        assert table(shard, again, in_place=set()) == {name: values * 2 for name, values in case.columns.items()}
 
     def test_columns_are_chosen(self, case: DecodedCase, shard: Path) -> None:
         names = tuple(reversed(case.columns))

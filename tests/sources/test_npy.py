@@ -22,7 +22,8 @@ class TestNpy(SourceContract):
 
     @pytest.fixture(params=DTYPES)
     def case(self, request):
-        return Case((f"written-misc/{request.param}",), DTYPES[request.param], MISC[request.param])
+        stays = request.param not in ("fortran_f32.npy", "bigendian_i4.npy")
+        return Case((f"written-misc/{request.param}",), DTYPES[request.param], MISC[request.param], stays=stays)
 
     def test_a_scalar_is_refused(self):
         with pytest.raises(SourceFormatError, match="0-d"):
