@@ -16,6 +16,7 @@ All keys of the file are optional but `data`:
     dtype = "uint16"
     vocab_size = 50257
     columns = ["tokens", "label"]    # of a table; all where it is left out
+    decode = 224                     # images, to uint8 of that width and height
     block_size = 1025
     stride = 1024
 
@@ -269,7 +270,7 @@ def _dataset(name: str, fields: Any, folder: Path, path: Path) -> DatasetConfig:
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} is a {type(fields).__name__}, expected a table with data = ...")
     kinds: dict[str, tuple[type, ...]] = {"data": (str, list), "dtype": (str,), "columns": (list,), "mode": (str,)}
-    kinds |= {"vocab_size": (int,), "block_size": (int,), "stride": (int,), "warm": (bool,)}
+    kinds |= {"vocab_size": (int,), "decode": (int,), "block_size": (int,), "stride": (int,), "warm": (bool,)}
     _check(fields, kinds, where)
     data = fields.get("data", [])
     data = [data] if isinstance(data, str) else data
@@ -281,7 +282,12 @@ def _dataset(name: str, fields: Any, folder: Path, path: Path) -> DatasetConfig:
     return DatasetConfig(
         name,
         tuple(os.path.normpath(folder / part) for part in data),
-        SourceOptions(fields.get("dtype"), fields.get("vocab_size"), None if columns is None else tuple(columns)),
+        SourceOptions(
+            fields.get("dtype"),
+            fields.get("vocab_size"),
+            None if columns is None else tuple(columns),
+            fields.get("decode"),
+        ),
         fields.get("block_size"),
         fields.get("stride"),
         fields.get("mode", "load"),

@@ -23,15 +23,15 @@ from shmserve_client.chunks import Chunk, Form, convert, objects
 from shmserve_client.errors import ConfigError, ShmserveError, SourceFormatError, SourceNotFoundError
 from shmserve_client.staging import StagedChunk, Staging
 
-from .sources.base import DecodedSource
+from .sources.base import DecodedSource, SourceOptions
+from .sources.images import decoded_images
 
 __all__ = ["Convert", "Decode", "Split", "Task", "answers", "failure"]
 
 Split: TypeAlias = tuple[DecodedSource]
 """Answer {"parts": [...]}."""
-Decode: TypeAlias = tuple[DecodedSource, Any, tuple[str, ...] | None, bool]
-"""A source, a part of it, the columns, and whether values may stay in their file: answer {"rows": {name: staged chunk},
-"count": n} for each chunk of rows."""
+Decode: TypeAlias = tuple[DecodedSource, Any, SourceOptions]
+"""A source, a part of it, and how: answer {"rows": {name: staged chunk}, "count": n} for each chunk of rows."""
 Convert: TypeAlias = tuple[str, StagedChunk | int, Form]
 """A column's name, a chunk, and what it is to become: answer {"chunk": staged chunk}. A number is that of rows which
 lack the column: None for each."""
@@ -43,12 +43,19 @@ def answers(task: Task, staging: Staging) -> Iterator[dict[str, Any]]:
     match task:
         case (DecodedSource() as source,):
             yield {"parts": source.parts()}
-        case (DecodedSource() as source, part, columns, in_place):
-            for chunks in (source.locate if in_place else source.decode)(part, columns):
-                yield _staged(chunks, source, columns, staging)
+        case (DecodedSource() as source, part, SourceOptions() as options):
+            for chunks in (source.locate if options.in_place else source.decode)(part, options.columns):
+                for some in (chunks,) if options.decode is None else _decoded(chunks, source, options):
+                    yield _staged(some, source, options.columns, staging)
         case (str() as name, StagedChunk() | int() as given, Form() as form):
             chunk = objects([None] * given) if isinstance(given, int) else staging.load(given)
             yield {"chunk": asdict(_append(convert(chunk, form, name), staging))}
+
+
+def _decoded(chunks: dict[str, Chunk], source: DecodedSource, options: SourceOptions) -> Iterator[dict[str, Chunk]]:
+    assert options.decode is not None
+    wanted = {name: chunk for name, chunk in chunks.items() if options.columns is None or name in options.columns}
+    return decoded_images(wanted or chunks, options.decode, str(source.values))
 
 
 def _staged(

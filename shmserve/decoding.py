@@ -130,7 +130,7 @@ def _first_rows(shard: DecodedSource, part: Any, options: SourceOptions, helpers
             found.append(_Rows(shard, helper, answer["count"], _staged(answer["rows"])))
         return bool(found)
 
-    helpers.run([(shard, part, options.columns, options.in_place)], on_answer)
+    helpers.run([(shard, part, options)], on_answer)
     return found
 
 
@@ -308,7 +308,7 @@ def _decode(resolved: Resolved, helpers: _Helpers, progress: Callable[[int, int]
     for shard in resolved.shards:
         assert isinstance(shard, DecodedSource)
         parts = _parts(shard, helpers)
-        tasks += [(shard, part, options.columns, options.in_place) for part in parts]
+        tasks += [(shard, part, options) for part in parts]
         weights += [sum(map(size_of, shard.files)) / len(parts)] * len(parts)
     rows: list[list[_Rows]] = [[] for _ in tasks]
     done = 0.0
@@ -361,10 +361,17 @@ def _names(resolved: Resolved, rows: Sequence[_Rows]) -> list[str]:
                 f"{each.source.values} has the columns {', '.join(each.columns)}, {rows[0].source.values} has "
                 f"{', '.join(rows[0].columns)}: choose some that all of them have by --columns, or serve two datasets"
             )
+    size = resolved.options.decode
+    if size is not None and not any(_is_pixels(staged, size) for each in rows for staged in each.columns.values()):
+        raise ConfigError(f"{', '.join(resolved.data)}: no column holds images: leave out --decode {size}")
     for name in resolved.options.columns or ():
         if name not in found:
             raise ConfigError(f"{', '.join(resolved.data)}: no row has a column {name!r}")
     return list(resolved.options.columns or found)
+
+
+def _is_pixels(staged: StagedChunk, size: int) -> bool:
+    return staged.dtype == "uint8" and staged.row_shape == [3, size, size]
 
 
 def _convert(rows: _Rows, name: str, given: StagedChunk | int, form: Form, helpers: _Helpers) -> StagedChunk:

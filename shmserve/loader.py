@@ -290,6 +290,7 @@ def describe(name: str, resolved: Resolved, corpus: Corpus) -> tuple[Description
             resolved.options.dtype,
             resolved.options.vocab_size,
             resolved.options.columns,
+            resolved.options.decode,
         ),
         arrays={key: plan.array() for key, plan in corpus.arrays.items()},
         stream=corpus.stream,

@@ -46,7 +46,10 @@ class Management:
             request.name,
             tuple(request.data),
             SourceOptions(
-                request.dtype, request.vocab_size, None if request.columns is None else tuple(request.columns)
+                request.dtype,
+                request.vocab_size,
+                None if request.columns is None else tuple(request.columns),
+                request.decode,
             ),
             request.block_size,
             request.stride,

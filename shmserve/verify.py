@@ -151,7 +151,9 @@ def verify(
 def _source(description: Description) -> Iterator[tuple[Resolved, list[Span]]]:
     """Give the source as it is now, and where in the segment each of its pieces should be."""
     record = description.source
-    options = SourceOptions(record.dtype, record.vocab_size, record.columns, in_place=bool(description.files))
+    options = SourceOptions(
+        record.dtype, record.vocab_size, record.columns, record.decode, in_place=bool(description.files)
+    )
     resolved = resolve(record.data, options)
     if resolved.fingerprint != record.fingerprint:
         raise SourceFormatError(

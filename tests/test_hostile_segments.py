@@ -89,7 +89,7 @@ def description(*columns: dict[str, Any], samples: int) -> dict[str, Any]:
         "columns": list(columns),
         "source": {
             **{"key": "k", "fingerprint": "f", "data": [], "files": 1},
-            **{"dtype": None, "vocab_size": None, "columns": None},
+            **{"dtype": None, "vocab_size": None, "columns": None, "decode": None},
         },
         "arrays": {},
         "stream": False,

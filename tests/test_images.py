@@ -6,14 +6,18 @@ import io
 import pickle
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from shmserve.sources import images
+from shmserve_client import ShmDataset
+from shmserve_client.chunks import blobs, texts
 from shmserve_client.errors import ConfigError, SampleValueError
-from tests.processes import Child
+from tests.processes import Child, Daemon, run_cli
 
 image = pytest.importorskip("PIL.Image")
 
@@ -81,3 +85,70 @@ def test_the_example_learns(tmp_path: Path, stop_embedded: None) -> None:
         losses = [float(loss) for loss in re.findall(r"^epoch \d+  loss ([\d.]+)$", training.stdout, re.MULTILINE)]
     assert len(losses) == 4
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Twelve images of several sizes, of two classes."""
+    for number in range(12):
+        folder = tmp_path / "photos" / ("cat" if number % 2 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (20 + number, 30, 3), np.uint8)
+        (folder / f"{number}.{'jpg' if number % 3 else 'png'}").write_bytes(
+            encoded(pixels, "JPEG" if number % 3 else "PNG")
+        )
+    return tmp_path / "photos"
+
+
+def test_a_decoded_dataset_has_what_the_transform_would_make(photos: Path, serve: Callable[..., Daemon]) -> None:
+    serve("--data", f"bytes={photos}")
+    assert run_cli("load", f"pixels={photos}", "--decode", "16").returncode == 0
+    transformed = ShmDataset("bytes", transform=DecodeImage(16))
+    decoded = ShmDataset("pixels")
+    assert decoded.info.dtypes["image"] == "uint8"
+    column = decoded.column("image")
+    assert isinstance(column, np.ndarray)
+    assert column.shape == (12, 3, 16, 16)
+    for mine, theirs in zip(decoded, transformed, strict=True):
+        assert torch.equal(mine.pop("image"), theirs.pop("image"))
+        assert mine == theirs
+    assert run_cli("verify", "pixels", "--against-source").returncode == 0
+
+
+def test_images_are_decoded_in_parts_of_bounded_memory(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "CHUNK_NBYTES", 3 * 3 * 8 * 8)
+    data = [path.read_bytes() for path in sorted(photos.rglob("*.*"))]
+    parts = list(images.decoded_images({"image": blobs(data), "path": texts("abcdefghijkl")}, 8, "here"))
+    assert [part["image"].values.shape for part in parts] == [(3, 3, 8, 8)] * 4
+    assert [text for part in parts for text in part["path"].samples()] == list("abcdefghijkl")
+    wanted = [DecodeImage(8)(each).numpy() for each in data]
+    np.testing.assert_array_equal(np.concatenate([part["image"].values for part in parts]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda photos: (photos / "cat" / "1.jpg").write_bytes(b"\xff\xd8\xffno"),
+            "sample 0 of a part: an image of 5 b",
+        ),
+        (lambda photos: (photos / "dog" / "8.jpg").write_bytes(b"text"), "an image of 4 bytes cannot be decoded"),
+    ],
+)
+def test_an_image_that_is_damaged_is_named(
+    photos: Path, change: Callable[[Path], object], message: str, shm_dir: Path, runtime_dir: Path
+) -> None:
+    change(photos)
+    refusal = run_cli("start", "--shm-dir", shm_dir, "--data", photos, "--decode", "16")
+    assert refusal.returncode == 3
+    assert message in refusal.stderr
+    assert "column 'image'" in refusal.stderr
+
+
+def test_what_is_not_of_images_is_not_decoded(tmp_path: Path, shm_dir: Path, runtime_dir: Path) -> None:
+    (tmp_path / "lines.txt").write_text("a\nb\n")
+    np.arange(9).astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    for name, message in (("lines.txt", "no column holds images"), ("tokens.bin", "--decode 16 is for images")):
+        refusal = run_cli("start", "--shm-dir", shm_dir, "--data", tmp_path / name, "--decode", "16")
+        assert refusal.returncode == 3, refusal.stderr
+        assert message in refusal.stderr

@@ -102,6 +102,17 @@ class Chunk:
             return True
         return bool(values.min() >= -_MAX_EXACT_FLOAT and values.max() <= _MAX_EXACT_FLOAT)
 
+    def part(self, start: int, stop: int) -> Chunk:
+        """Return its samples `[start, stop)`, as views."""
+        if self.lengths is None:
+            return replace(self, values=self.values[start:stop])
+        first, last = self.lengths[:start].sum(), self.lengths[:stop].sum()
+        part = replace(self, values=self.values[first:last], lengths=self.lengths[start:stop])
+        if self.shapes is None or self.dimensions is None:
+            return part
+        first, last = self.dimensions[:start].sum(), self.dimensions[:stop].sum()
+        return replace(part, shapes=self.shapes[first:last], dimensions=self.dimensions[start:stop])
+
     def samples(self) -> Iterator[Any]:
         """Yield each sample as the Python value that it was; of tensors that were none, as numbers and arrays."""
         if self.kind == "tensor" and self.python:

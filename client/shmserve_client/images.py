@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-import numpy as np
 import torch
 
-from .errors import ConfigError, SampleValueError
+from .pixels import check_size, decode_image, require_pillow
 
 __all__ = ["DecodeImage"]
 
@@ -31,12 +29,10 @@ class DecodeImage:
         Raises:
             ConfigError: the size is none, or Pillow is missing.
         """
-        if size is not None and not 1 <= size <= 1 << 14:
-            raise ConfigError(f"size {size}: give a number of pixels up to {1 << 14}, or None")
-        try:
-            import PIL.Image  # noqa: F401  # to say now that it is missing, and not in a worker
-        except ImportError as error:
-            raise ConfigError(f"decoding images needs Pillow ({error}): pip install 'shmserve[images]'") from error
+        if size is None:
+            require_pillow()  # to say now that it is missing, and not in a worker
+        else:
+            check_size(size)
         self.size = size
         self.column = column
 
@@ -51,21 +47,4 @@ class DecodeImage:
         return self._decode(row)
 
     def _decode(self, value: Any) -> torch.Tensor:
-        import PIL.Image
-
-        data = value["bytes"] if isinstance(value, dict) else value
-        try:
-            with PIL.Image.open(io.BytesIO(data)) as image:
-                if self.size is not None:
-                    image.draft("RGB", (self.size, self.size))  # a JPEG is decoded at a fraction of its size
-                return torch.from_numpy(np.array(self._fitted(image.convert("RGB")))).permute(2, 0, 1).contiguous()
-        except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-            raise SampleValueError(f"an image of {len(data)} bytes cannot be decoded: {error}") from error
-
-    def _fitted(self, image: Any) -> Any:
-        """Return the image scaled and cut to a square, where a size is wanted."""
-        if self.size is None:
-            return image
-        import PIL.ImageOps
-
-        return PIL.ImageOps.fit(image, (self.size, self.size), PIL.Image.Resampling.BILINEAR)
+        return torch.from_numpy(decode_image(value["bytes"] if isinstance(value, dict) else value, self.size))

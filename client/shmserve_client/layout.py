@@ -144,7 +144,7 @@ class SourceRecord:
     """Where a segment's bytes came from; what decides whether a later start may adopt it."""
 
     key: str
-    """Hash of the format, the dtype option and the files' device, inode, size and mtime."""
+    """Hash of the format, the options and the files' device, inode, size and mtime."""
     fingerprint: str
     """Hash of the options and of each file's path, size, mtime_ns and inode: the same answer, however it was asked."""
     data: tuple[str, ...]
@@ -157,6 +157,8 @@ class SourceRecord:
     """The vocabulary that the values were checked against."""
     columns: tuple[str, ...] | None = None
     """The columns that were chosen; None for all."""
+    decode: int | None = None
+    """The pixels of a side to which images were decoded; None where they were not."""
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,7 @@ class Load:
     stride: int | None = None
     mode: str = "load"
     warm: bool = False
+    decode: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from shmserve.text import duration, size
 from shmserve_client.layout import Checksums
 from shmserve_client.writer import write_segment_file
 
-from .options import Command, columns_option, option
+from .options import Command, columns_option, decode_option, option
 
 __all__ = ["build"]
 
@@ -30,6 +30,7 @@ __all__ = ["build"]
 @option("--dtype", metavar="DTYPE", help="What a file without a header holds, such as uint16.")
 @option("--vocab-size", type=click.IntRange(1), metavar="N", help="Refuse token ids outside [0, N).")
 @columns_option
+@decode_option
 @option("--checksums", is_flag=True, help="Take checksums, for `shmserve verify`.")
 def build(
     paths: tuple[str, ...],
@@ -37,6 +38,7 @@ def build(
     dtype: str | None,
     vocab_size: int | None,
     columns: tuple[str, ...] | None,
+    decode: int | None,
     checksums: bool,
 ) -> None:
     """Write the corpus at PATH as a segment file, to be loaded without decoding it again, or mapped (`--mode map`).
@@ -44,7 +46,7 @@ def build(
     OUT.seg must not exist yet. Where rows have to be decoded, $TMPDIR needs room for them meanwhile.
     """
     started_s = time.monotonic()
-    resolved = resolve([os.path.abspath(path) for path in paths], SourceOptions(dtype, vocab_size, columns))
+    resolved = resolve([os.path.abspath(path) for path in paths], SourceOptions(dtype, vocab_size, columns, decode))
     name = default_name([output])
     progress = open_progress(sys.stderr)
 

@@ -36,6 +36,7 @@ def load(
     dtype: str | None,
     vocab_size: int | None,
     columns: tuple[str, ...] | None,
+    decode: int | None,
     block_size: int | None,
     stride: int | None,
     mode: str,
@@ -46,12 +47,12 @@ def load(
 
     Several paths are the shards of one dataset. Ctrl-C ends the waiting, not the loading: `unload` does that.
     """
-    options = SourceOptions(dtype, vocab_size, columns)
+    options = SourceOptions(dtype, vocab_size, columns, decode)
     (config,) = datasets_from_arguments([data], options, block_size=block_size, stride=stride, mode=mode, warm=warm)
     path = find_own_daemon(endpoint)
     chosen = None if columns is None else list(columns)
     accepted = _order(
-        path, Load(config.name, list(config.data), dtype, vocab_size, chosen, block_size, stride, mode, warm)
+        path, Load(config.name, list(config.data), dtype, vocab_size, chosen, block_size, stride, mode, warm, decode)
     )
     _wait(path, accepted)
 

@@ -24,6 +24,7 @@ __all__ = [
     "ask",
     "columns_option",
     "dataset_options",
+    "decode_option",
     "echo_json",
     "endpoint_option",
     "json_option",
@@ -63,6 +64,14 @@ columns_option = option(
 )
 
 
+decode_option = option(
+    "--decode",
+    type=click.IntRange(1),
+    metavar="PIXELS",
+    help="Decode images to uint8 of that width and height.  [default: they stay the bytes of their files]",
+)
+
+
 def dataset_options(command: Decorated) -> Decorated:
     """Give the command the options of the datasets that it names."""
     for add in (
@@ -79,6 +88,7 @@ def dataset_options(command: Decorated) -> Decorated:
         ),
         option("--block-size", type=int, metavar="B", help="The clients' default window, in tokens."),
         option("--vocab-size", type=int, metavar="N", help="Refuse token ids outside [0, N)."),
+        decode_option,
         columns_option,
         option("--dtype", metavar="DTYPE", help="What a file without a header holds, such as uint16."),
     ):

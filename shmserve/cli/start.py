@@ -129,6 +129,7 @@ def _daemon_config(
     dtype: str | None,
     vocab_size: int | None,
     columns: tuple[str, ...] | None,
+    decode: int | None,
     block_size: int | None,
     stride: int | None,
     mode: str,
@@ -146,7 +147,7 @@ def _daemon_config(
     """Return what the daemon is to do: the arguments go before the file, and their datasets are added to its."""
     file = read_config_file(config) if config is not None else FileConfig()
     arguments = [paths.split(_PATH_SEPARATOR) for paths in data]
-    options = SourceOptions(dtype, vocab_size, columns)
+    options = SourceOptions(dtype, vocab_size, columns, decode)
     named = datasets_from_arguments(
         arguments,
         options,

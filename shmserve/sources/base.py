@@ -36,6 +36,8 @@ class SourceOptions:
     """Every token id must lie in [0, vocab_size); checked while loading."""
     columns: tuple[str, ...] | None = None
     """The columns to load, in this order; None for all."""
+    decode: int | None = None
+    """The pixels of a side to which images are scaled and decoded; None: they stay the bytes of their files."""
     in_place: bool = False
     """Whether values stay in their files where they can be used there, to be mapped by clients."""
 

@@ -31,8 +31,8 @@ class Resolved:
     """The paths as they were given, made absolute; patterns stay patterns."""
     options: SourceOptions
     key: str
-    """Hash of the format, the options of dtype and columns, and each shard's files, wherever they are mounted and
-    however they were asked for: device, inode, size and mtime_ns. What embedded clients ask for."""
+    """Hash of the format, the options of dtype, columns and decode, and each shard's files, wherever they are mounted
+    and however they were asked for: device, inode, size and mtime_ns. What embedded clients ask for."""
     fingerprint: str
     """Hash of the options and of each file's path, size, mtime_ns and inode: what a segment may be adopted for."""
 
@@ -89,6 +89,11 @@ def resolve(data: Sequence[str], options: SourceOptions) -> Resolved:
                 f"shards of one corpus differ: {shards[0].files[0]} is {shards[0].format}, {shard.files[0]} is "
                 f"{shard.format}: serve them as two datasets"
             )
+        if options.decode is not None and (options.in_place or not isinstance(shard, DecodedSource)):
+            raise ConfigError(
+                f"{shard.values}: --decode {options.decode} is for images that are loaded: leave it out"
+                f"{', or --mode map' if options.in_place else ''}"
+            )
         if isinstance(shard, DecodedSource) and options.dtype is not None:
             raise ConfigError(
                 f"{shard.values}: {shard.format} says what it holds: leave out --dtype {options.dtype} (a --config "
@@ -119,7 +124,7 @@ def _stat_all(files: Sequence[Path]) -> dict[Path, os.stat_result]:
 
 
 def _key(options: SourceOptions, shards: Sequence[Source], stats: Mapping[Path, os.stat_result]) -> str:
-    digest = hashlib.sha256(repr((shards[0].format, options.dtype, options.columns)).encode())
+    digest = hashlib.sha256(repr((shards[0].format, options.dtype, options.columns, options.decode)).encode())
     for shard in shards:
         of_shard = [stats[file] for file in shard.files]
         digest.update(repr([(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in of_shard]).encode())
