@@ -30,10 +30,14 @@ PASSED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Note whether the test itself passed: after a failure, its traceback keeps objects alive that are no leak."""
+    """Note whether the test itself passed: after a failure, its traceback keeps objects alive that are no leak.
+
+    What was printed is made such text as can be sent from one process of the test run to another.
+    """
     report = yield
     if report.when == "call":
         item.stash[PASSED] = report.passed
+    report.sections = [(name, text.encode("utf-8", "replace").decode()) for name, text in report.sections]
     return report
 
 
