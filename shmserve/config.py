@@ -39,6 +39,7 @@ from typing import Any, Final
 
 from shmserve_client.endpoint import host_and_port, is_loopback, is_tcp
 from shmserve_client.errors import ConfigError, printable
+from shmserve_client.urls import absolute, is_remote, without_secrets
 
 from .sources.base import SourceOptions
 
@@ -168,7 +169,7 @@ def datasets_from_arguments(
     explicit: set[str] = set()
     for first, *further in arguments:
         name, path = _split_name(first)
-        data = [os.path.abspath(part) for part in (path, *further)]
+        data = [absolute(part) for part in (path, *further)]
         if name is None:
             name = default_name(data)
             if name in data_by_name:
@@ -208,7 +209,7 @@ def default_name(data: Sequence[str]) -> str:
     A file's stem, a directory's name, what a pattern or several files have in common; where that is nothing, the name
     of the folder, or in the end "data".
     """
-    names = [_name_of(Path(path)) for path in data]
+    names = [_name_of(path) for path in data]
     common = os.path.commonprefix(names)  # noqa: RUF071  # characters are what is wanted, not path components
     if len(set(names)) > 1:
         common = common.rstrip("0123456789" + _SEPARATORS)
@@ -218,11 +219,12 @@ def default_name(data: Sequence[str]) -> str:
     return printable(common or "data")[:MAX_NAME_LENGTH]
 
 
-def _name_of(path: Path) -> str:
+def _name_of(data: str) -> str:
+    path = Path(without_secrets(data))
     # Not Path's own, which raise where the path cannot be one: resolving it will say why.
     if _WILDCARD.search(path.name) and not os.path.exists(path):
         return _WILDCARD.sub("", path.stem).strip(_SEPARATORS)
-    if os.path.isfile(path):
+    if is_remote(data) or os.path.isfile(path):
         return path.stem
     return path.name.rpartition(":")[2] or path.name  # of package.module:name
 
@@ -281,7 +283,7 @@ def _dataset(name: str, fields: Any, folder: Path, path: Path) -> DatasetConfig:
         raise ConfigError(f"{where}: columns must be a list of names, one at least")
     return DatasetConfig(
         name,
-        tuple(os.path.normpath(folder / part) for part in data),
+        tuple(part if is_remote(part) else os.path.normpath(folder / part) for part in data),
         SourceOptions(
             fields.get("dtype"),
             fields.get("vocab_size"),

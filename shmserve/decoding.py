@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final, Self, TypeAlias
@@ -43,6 +43,7 @@ from shmserve_client.writer import open_unnamed
 from .decoder import Task
 from .sources import Resolved
 from .sources.base import Corpus, DecodedSource, ShardPlan, SourceOptions
+from .sources.copies import Copied, copied
 from .sources.files import size_of
 from .sources.join import join
 from .sources.pieces import FileSpan
@@ -112,12 +113,14 @@ def plan_corpus(
 def plan_head(resolved: Resolved) -> Iterator[Corpus]:
     """Give the plan of some of the first rows, quickly, for a decoded corpus. Raises as `plan_corpus`."""
     with _Helpers(None, threading.Event()) as helpers:
-        for shard in resolved.shards:
-            assert isinstance(shard, DecodedSource)
-            for part in _parts(shard, helpers):
-                if rows := _first_rows(shard, part, resolved.options, helpers):
-                    yield _join(resolved, rows)
-                    return
+        shards = [shard for shard in resolved.shards if isinstance(shard, DecodedSource)]
+        with closing(copied(shards, helpers.cancelled)) as groups:
+            for group in groups:
+                for shard in group.here:
+                    for part in _parts(shard, helpers):
+                        if rows := _first_rows(shard, part, resolved.options, helpers):
+                            yield _join(resolved, rows)
+                            return
         raise SourceFormatError(f"{', '.join(resolved.data)}: there are no rows in it")
 
 
@@ -219,7 +222,7 @@ class _Helpers:
 
     def __init__(self, shm_dir: str | None, cancelled: threading.Event) -> None:
         self._shm_dir = shm_dir
-        self._cancelled = cancelled
+        self.cancelled = cancelled
         self._started: list[_Helper] = []
 
     def run(self, tasks: Sequence[Task], on_answer: _OnAnswer, only: _Helper | None = None) -> None:
@@ -235,7 +238,7 @@ class _Helpers:
                 selector.register(helper.answers_fd, selectors.EVENT_READ, helper)
                 helper.give(*waiting.popleft())
             while any(helper.task is not None for helper in helpers):
-                if self._cancelled.is_set():
+                if self.cancelled.is_set():
                     raise CancelledError("loading was cancelled")
                 for key, _ in selector.select(_POLL_S):
                     helper = key.data
@@ -302,27 +305,42 @@ def _parts(shard: DecodedSource, helpers: _Helpers) -> list[Any]:
 
 def _decode(resolved: Resolved, helpers: _Helpers, progress: Callable[[int, int], None]) -> list[_Rows]:
     """Return all rows, in the order of the corpus, each chunk in the form that it was found to have."""
-    options = resolved.options
+    shards = [shard for shard in resolved.shards if isinstance(shard, DecodedSource)]
+    total_nbytes = sum(size_of(file) for shard in shards for file in shard.files)
+    rows: list[_Rows] = []
+    done_nbytes = 0.0
+    progress(0, total_nbytes)
+
+    def on_done(nbytes: float) -> None:
+        nonlocal done_nbytes
+        done_nbytes += nbytes
+        progress(int(done_nbytes), total_nbytes)
+
+    with closing(copied(shards, helpers.cancelled)) as groups:
+        for group in groups:
+            with group.errors_named():
+                rows += _decode_group(group, resolved.options, helpers, on_done)
+    return rows
+
+
+def _decode_group(
+    group: Copied, options: SourceOptions, helpers: _Helpers, on_done: Callable[[float], None]
+) -> list[_Rows]:
+    """Return the rows of some shards; `on_done` is called with the bytes of the source of each part."""
     tasks: list[Task] = []
-    weights: list[float] = []  # bytes of the source, by task
-    for shard in resolved.shards:
-        assert isinstance(shard, DecodedSource)
-        parts = _parts(shard, helpers)
-        tasks += [(shard, part, options) for part in parts]
-        weights += [sum(map(size_of, shard.files)) / len(parts)] * len(parts)
+    told: list[tuple[DecodedSource, float]] = []  # by task
+    for shard, here in zip(group.shards, group.here, strict=True):
+        parts = _parts(here, helpers)
+        tasks += [(here, part, options) for part in parts]
+        told += [(shard, sum(map(size_of, shard.files)) / len(parts))] * len(parts)
     rows: list[list[_Rows]] = [[] for _ in tasks]
-    done = 0.0
-    progress(0, int(sum(weights)))
 
     def on_answer(number: int, helper: _Helper, answer: dict[str, Any]) -> None:
-        nonlocal done
+        source, nbytes = told[number]
         if "rows" in answer:
-            source = tasks[number][0]
-            assert isinstance(source, DecodedSource)
             rows[number].append(_Rows(source, helper, answer["count"], _staged(answer["rows"])))
         elif "done" in answer:
-            done += weights[number]
-            progress(int(done), int(sum(weights)))
+            on_done(nbytes)
 
     helpers.run(tasks, on_answer)
     return list(chain.from_iterable(rows))

@@ -26,6 +26,7 @@ from .orphans import Leftover, adopt, collect
 from .progress import Progress
 from .sources import Resolved, resolve
 from .sources.base import Corpus
+from .sources.remote import abandon
 from .text import duration
 
 __all__ = ["Loader", "describe"]
@@ -97,6 +98,7 @@ class Loader:
     def cancel(self) -> None:
         """Have `run` and `work` end: within one step of the writer, or once the index that is planned is read."""
         self._ending = True
+        abandon()
         for job in list(self._pending):
             job.cancelled.set()
         self._queue.put(None)

@@ -6,6 +6,7 @@ import os
 
 from shmserve_client.errors import ConfigError, DatasetNotReadyError
 from shmserve_client.protocol import Accepted, Load, Reload, Unload
+from shmserve_client.urls import is_remote
 
 from .catalog import Catalog, Failed, Loading, Ready
 from .config import DatasetConfig
@@ -40,7 +41,7 @@ class Management:
                 return self._unload(name)
 
     def _load(self, request: Load) -> Accepted:
-        if not request.data or not all(map(os.path.isabs, request.data)):
+        if not request.data or not all(os.path.isabs(path) or is_remote(path) for path in request.data):
             raise ConfigError(f"dataset {request.name!r}: its data must be absolute paths, one at least")
         config = DatasetConfig(
             request.name,

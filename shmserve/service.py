@@ -39,6 +39,7 @@ from shmserve_client.protocol import (
     Welcome,
     failure_from,
 )
+from shmserve_client.urls import without_secrets
 from shmserve_client.version import __version__
 
 from .catalog import Catalog, Entry, Failed, Loading, Ready
@@ -176,7 +177,10 @@ def _served(entry: Entry) -> Ready:
 def _status(entry: Entry, disk_note: str) -> DatasetStatus:
     config = entry.config
     status = DatasetStatus(
-        name=config.name, data=list(config.data), block_size=config.block_size or 0, stride=config.stride or 0
+        name=config.name,
+        data=list(map(without_secrets, config.data)),
+        block_size=config.block_size or 0,
+        stride=config.stride or 0,
     )
     match entry.state:
         case Loading(format_name, done_nbytes, total_nbytes):

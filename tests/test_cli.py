@@ -27,17 +27,18 @@ Serve = Callable[..., Daemon]
 RunGc = Callable[..., subprocess.CompletedProcess[str]]
 
 OPTIONS = {
-    "start": "--data --config --dtype --columns --vocab-size --block-size --stride --mode --warm --endpoint --shm-dir "
+    "start": "--data --config --dtype --columns --decode --vocab-size --block-size --stride --mode --warm --endpoint "
+    "--shm-dir "
     "--group --lock --checksums --linger --tcp --keys --detach --adopt --ready-fd",
     "stop": "--endpoint",
-    "load": "--dtype --columns --vocab-size --block-size --stride --mode --warm --endpoint",
+    "load": "--dtype --columns --decode --vocab-size --block-size --stride --mode --warm --endpoint",
     "reload": "--endpoint",
     "unload": "--endpoint",
     "status": "--endpoint --keys --json --wait",
     "ls": "--endpoint --keys --json",
     "lookup": "--column --block-size --stride --endpoint --keys --json",
     "inspect": "--dtype --vocab-size --columns --json",
-    "build": "--dtype --vocab-size --columns --checksums",
+    "build": "--dtype --vocab-size --columns --decode --checksums",
     "verify": "--against-source --endpoint --json",
     "monitor": "--output --interval --endpoint --keys",
     "plot": "--output",

@@ -183,7 +183,7 @@ class ShmDataset(Dataset[Any]):
                 vocab_size = operator.index(vocab_size)
             except TypeError:
                 raise ConfigError(f"vocab_size {vocab_size!r}: give an integer") from None
-        paths = [os.path.expanduser(path) for path in data]
+        paths = [os.path.expanduser(os.fspath(path)) for path in data]
         served = embedded.serve(paths, stored_dtype, vocab_size, linger_s=linger, timeout_s=timeout_s)
         # `served` holds the segment attached, so that the daemon does not end before the dataset has it, too.
         dataset = cls(served.name, endpoint=served.endpoint, **options)

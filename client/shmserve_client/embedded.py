@@ -40,6 +40,7 @@ from .locks import holder_of
 from .owned import adopt_segment
 from .protocol import Attach, Failure, error_from
 from .segment import Segment
+from .urls import absolute
 
 __all__ = ["Served", "remove_orphan", "serve", "serve_built"]
 
@@ -103,7 +104,7 @@ def serve(
         if served is not None:
             return served
         endpoint = _free_slot(key, directory)
-        dataset = ["--data", *map(os.path.abspath, data)]
+        dataset = ["--data", *map(absolute, data)]
         if dtype is not None:
             dataset += ["--dtype", dtype]
         if vocab_size is not None:

@@ -17,6 +17,7 @@ from shmserve.progress import open_progress
 from shmserve.sources import SourceOptions, resolve
 from shmserve.text import duration, size
 from shmserve_client.layout import Checksums
+from shmserve_client.urls import absolute
 from shmserve_client.writer import write_segment_file
 
 from .options import Command, columns_option, decode_option, option
@@ -46,7 +47,7 @@ def build(
     OUT.seg must not exist yet. Where rows have to be decoded, $TMPDIR needs room for them meanwhile.
     """
     started_s = time.monotonic()
-    resolved = resolve([os.path.abspath(path) for path in paths], SourceOptions(dtype, vocab_size, columns, decode))
+    resolved = resolve([absolute(path) for path in paths], SourceOptions(dtype, vocab_size, columns, decode))
     name = default_name([output])
     progress = open_progress(sys.stderr)
 

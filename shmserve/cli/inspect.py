@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -20,6 +19,7 @@ from shmserve_client.errors import printable
 from shmserve_client.layout import DTYPES
 from shmserve_client.objects import unpack_object
 from shmserve_client.plans import ArrayPlan, JoinedColumn
+from shmserve_client.urls import absolute
 
 from .options import Command, columns_option, echo_json, option
 
@@ -73,7 +73,7 @@ def inspect(
     as_json: bool,
 ) -> None:
     """Say what the corpus at PATH is, and show its first samples."""
-    resolved = resolve([os.path.abspath(path) for path in paths], SourceOptions(dtype, vocab_size, columns))
+    resolved = resolve([absolute(path) for path in paths], SourceOptions(dtype, vocab_size, columns))
     if isinstance(resolved.shards[0], DecodedSource):
         with plan_head(resolved) as corpus:
             report = _report(resolved, corpus, is_whole=False)

@@ -1,4 +1,4 @@
-"""Reading of source files: by position, read-only, never mapped, one descriptor at a time.
+"""Reading of source files: by position, read-only, never mapped, one descriptor at a time; remote ones by ranges.
 
 A file is opened for each read. So pieces have no state (any thread, any process), no more descriptors are open than
 threads read, for any number of shards, and none of them is on a file that was replaced. A mapping would be shorter to
@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmserve_client.errors import ShmserveError, SourceFormatError, SourceNotFoundError
+
+from .remote import RemotePath
 
 __all__ = ["chunks", "first_fall", "missing", "read_array", "read_exactly", "read_head", "size_of"]
 
@@ -60,12 +62,17 @@ def size_of(path: Path) -> int:
 
 def read_head(path: Path, nbytes: int) -> bytes:
     """Return the file's first `nbytes` bytes, fewer where it is shorter."""
+    if isinstance(path, RemotePath):
+        return path.read_head(nbytes)
     with path.open("rb", buffering=0) as file:
         return os.pread(file.fileno(), nbytes, 0)
 
 
 def read_exactly(path: Path, offset: int, target: NDArray[np.uint8]) -> None:
     """Fill `target` with the file's bytes from `offset`; raise SourceFormatError where the file ends before."""
+    if isinstance(path, RemotePath):
+        path.read_exactly(offset, target)
+        return
     view, done = memoryview(target.data), 0
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

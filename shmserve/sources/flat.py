@@ -106,7 +106,7 @@ def _documents(bounds: Path, tokens: int) -> RaggedPlan:
     starts = array("q")
     end = 0
     try:
-        with gzip.open(bounds, "rt", encoding="utf-8", errors="replace") as rows:
+        with bounds.open("rb") as file, gzip.open(file, "rt", encoding="utf-8", errors="replace") as rows:
             for number, row in enumerate(iter(lambda: rows.readline(MAX_ROW_LENGTH), ""), 1):
                 if len(row) == MAX_ROW_LENGTH:
                     raise SourceFormatError(f"{bounds}: row {number} has {MAX_ROW_LENGTH} characters or more")

@@ -16,6 +16,7 @@ from shmserve_client.errors import ObjectError, SourceFormatError
 from .base import DecodedSource, SourceOptions
 from .files import size_of
 from .refused import is_refused_by_name
+from .remote import RemotePath
 
 __all__ = ["Folder"]
 
@@ -60,7 +61,7 @@ class Folder(DecodedSource):
 
         None also where one is of a format of its own, whose bytes are not meant to be samples.
         """
-        found = sorted(_walk(directory, ""))
+        found = directory.files_below() if isinstance(directory, RemotePath) else sorted(_walk(directory, ""))
         if not found:
             return None
         images = [path for path in found if path.lower().endswith(IMAGES)]

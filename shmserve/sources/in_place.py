@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,17 @@ from numpy.typing import NDArray
 
 from shmserve_client.chunks import Chunk
 from shmserve_client.layout import DTYPES, MappedFile, whole_pages
-from shmserve_client.plans import ArrayPlan, ColumnPlan, JoinedColumn, Positions, join_column, join_shapes
+from shmserve_client.plans import (
+    ArrayPlan,
+    ColumnPlan,
+    JoinedColumn,
+    PositionList,
+    Positions,
+    RaggedPlan,
+    join_column,
+    join_shapes,
+)
+from shmserve_client.writer import Values
 
 from .pieces import FileSpan
 
@@ -53,17 +64,21 @@ class FilesInPlace:
 def join_in_place(parts: Sequence[ColumnPlan], files: FilesInPlace) -> JoinedColumn | None:
     """Return the column of all parts, as `join_column` does, its values in their files; None where they cannot stay.
 
-    They can where they are there byte for byte, aligned, and, unless they are ragged, one after the other.
+    They can where they are there byte for byte and aligned. Rows of one shape that do not follow each other are ragged.
     """
     spans = [_span(part) for part in parts]
     found = [span for span in spans if span is not None]
     itemsize = DTYPES[parts[0].values.dtype].itemsize
     if not found or len(found) < sum(bool(part.values.nbytes) for part in parts):
         return None
-    follow = all(one.path == next.path and one.offset + one.nbytes == next.offset for one, next in pairwise(found))
-    ragged = [part.ragged for part in parts if part.ragged is not None]
-    if any(span.offset % itemsize for span in found) or not (follow or ragged):
+    if any(span.offset % itemsize for span in found):
         return None
+    follow = all(one.path == next.path and one.offset + one.nbytes == next.offset for one, next in pairwise(found))
+    if not follow and parts[0].ragged is None:
+        if len(parts[0].values.shape) == 1:  # of scalars, to say where they are takes more than they do
+            return None
+        parts = list(map(_as_ragged, parts))
+    ragged = [part.ragged for part in parts if part.ragged is not None]
     start = min(map(files.position, found))
     if follow and not any(plan.stops for plan in ragged):
         joined = join_column(parts)
@@ -90,6 +105,21 @@ def join_in_place(parts: Sequence[ColumnPlan], files: FilesInPlace) -> JoinedCol
         shape_offsets,
         ArrayPlan("int64", (count,), tuple(stops)),
     )
+
+
+def _as_ragged(part: ColumnPlan) -> ColumnPlan:
+    """Return rows of one shape as samples that have it each."""
+    count, *row_shape = part.values.shape
+    items = math.prod(row_shape)
+    shapes = None
+    shape_starts: tuple[Positions, ...] = ()
+    if len(row_shape) > 1:
+        shapes = ArrayPlan("int64", (count * len(row_shape),), (Values(np.tile(np.array(row_shape, np.int64), count)),))
+        shape_starts = (PositionList(np.arange(count, dtype=np.int64) * len(row_shape)),)
+    starts = (PositionList(np.arange(count, dtype=np.int64) * items),)
+    values = replace(part.values, shape=(count * items,))
+    ragged = RaggedPlan(count, starts, shapes, shape_starts, flat=len(row_shape) == 1)
+    return replace(part, values=values, ragged=ragged)
 
 
 def _span(part: ColumnPlan) -> FileSpan | None:

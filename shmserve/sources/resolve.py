@@ -5,18 +5,24 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from shmserve_client.errors import ConfigError, ShmserveError, SourceFormatError, SourceNotFoundError
 from shmserve_client.layout import DTYPES
+from shmserve_client.urls import absolute, without_secrets
 
 from .base import Corpus, DecodedSource, Source, SourceOptions
 from .join import join
+from .remote import RemotePath, begin, forget
 from .shards import find_shards, unnatural_order
 
 __all__ = ["Resolved", "resolve"]
+
+_ASKED_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Resolved:
     files: tuple[Path, ...]
     """Every file that the corpus's bytes depend on, once, in the order of the shards."""
     data: tuple[str, ...]
-    """The paths as they were given, made absolute; patterns stay patterns."""
+    """The paths as they were given, made absolute, and URLs without secrets; patterns stay patterns."""
     options: SourceOptions
     key: str
     """Hash of the format, the options of dtype, columns and decode, and each shard's files, wherever they are mounted
@@ -38,9 +44,10 @@ class Resolved:
 
     def changed(self) -> bool:
         """Tell whether any of the files was changed, replaced or removed since; one stat per file."""
+        forget()
         try:
             return _fingerprint(self.options, _stat_all(self.files)) != self.fingerprint
-        except OSError:
+        except (OSError, SourceFormatError):
             return True
 
     def plan(self) -> Corpus:
@@ -78,8 +85,9 @@ def resolve(data: Sequence[str], options: SourceOptions) -> Resolved:
         raise ConfigError(f"vocab_size {options.vocab_size} must be at least 1 and less than 2^62")
     if options.columns is not None and len(set(options.columns)) != len(options.columns):
         raise ConfigError(f"columns {', '.join(options.columns)}: one is named twice")
-    absolute = tuple(os.path.abspath(path) for path in data)
-    with _explained(absolute):
+    shown = tuple(without_secrets(absolute(path)) for path in data)
+    begin()
+    with _explained(shown):
         shards = find_shards(data, options)
     if not shards:
         raise ConfigError("no data given: name at least one file, directory or pattern")
@@ -94,16 +102,18 @@ def resolve(data: Sequence[str], options: SourceOptions) -> Resolved:
                 f"{shard.values}: --decode {options.decode} is for images that are loaded: leave it out"
                 f"{', or --mode map' if options.in_place else ''}"
             )
+        if options.in_place and isinstance(shard.values, RemotePath):
+            raise ConfigError(f"{shard.values}: only files of this machine can be mapped: load it, or download it")
         if isinstance(shard, DecodedSource) and options.dtype is not None:
             raise ConfigError(
                 f"{shard.values}: {shard.format} says what it holds: leave out --dtype {options.dtype} (a --config "
                 "gives each dataset its own)"
             )
     files = tuple(dict.fromkeys(file for shard in shards for file in shard.files))
-    with _explained(absolute):
+    with _explained(shown):
         stats = _stat_all(files)
     key = _key(options, shards, stats)
-    return Resolved(shards[0].format, shards, files, absolute, options, key, _fingerprint(options, stats))
+    return Resolved(shards[0].format, shards, files, shown, options, key, _fingerprint(options, stats))
 
 
 @contextmanager
@@ -120,7 +130,14 @@ def _explained(data: Sequence[str]) -> Iterator[None]:
 
 
 def _stat_all(files: Sequence[Path]) -> dict[Path, os.stat_result]:
-    return {file: file.stat() for file in files}
+    if not any(isinstance(file, RemotePath) for file in files):
+        return {file: file.stat() for file in files}
+    with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="shmserve-stat") as threads:
+        return dict(zip(files, threads.map(_stat, files), strict=True))
+
+
+def _stat(file: Path) -> os.stat_result:
+    return file.stat()
 
 
 def _key(options: SourceOptions, shards: Sequence[Source], stats: Mapping[Path, os.stat_result]) -> str:
@@ -134,5 +151,5 @@ def _key(options: SourceOptions, shards: Sequence[Source], stats: Mapping[Path, 
 def _fingerprint(options: SourceOptions, stats: Mapping[Path, os.stat_result]) -> str:
     digest = hashlib.sha256(repr(options).encode())
     for file, stat in stats.items():
-        digest.update(repr((os.fspath(file), stat.st_size, stat.st_mtime_ns, stat.st_ino)).encode())
+        digest.update(repr((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino)).encode())
     return digest.hexdigest()

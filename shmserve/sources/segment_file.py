@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from shmserve_client.errors import SegmentFormatError, SourceFormatError
-from shmserve_client.layout import MAGIC, Array, Column, Description
+from shmserve_client.layout import (
+    DESCRIPTION_OFFSET,
+    HEADER,
+    MAGIC,
+    Array,
+    Column,
+    Description,
+    decode_description,
+    decode_header,
+)
 from shmserve_client.plans import ArrayPlan, ColumnPlan, RaggedPlan
-from shmserve_client.segment import read_prefix
 
 from .base import ShardPlan, Source, SourceOptions
-from .files import missing
+from .files import read_head, size_of
 from .pieces import FileSpan, PositionSpan
 
 __all__ = ["SegmentFile"]
@@ -36,15 +43,11 @@ class SegmentFile(Source):
     def description(self) -> Description:
         """Return what the file says of itself, checked. Raises SourceFormatError where it is damaged."""
         try:
-            fd = os.open(self.values, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise missing(self.values) from None
-        try:
-            return read_prefix(fd)[1]
+            header = decode_header(read_head(self.values, HEADER.size), size_of(self.values))
+            prefix = read_head(self.values, DESCRIPTION_OFFSET + header.description_nbytes)
+            return decode_description(prefix[DESCRIPTION_OFFSET:], header)
         except SegmentFormatError as error:
             raise SourceFormatError(f"{self.values}: {error}") from error
-        finally:
-            os.close(fd)
 
     def plan(self, options: SourceOptions) -> ShardPlan:
         """Return its columns as they are; nothing is decoded again."""

@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from shmserve_client.errors import SourceFormatError, SourceNotFoundError, printable
+from shmserve_client.urls import is_remote, without_secrets
 
 from .arrow import ArrowFile, ParquetFile
 from .base import HEAD_NBYTES, DecodedSource, Source, SourceOptions
@@ -32,6 +33,8 @@ from .npz import NpzArchive
 from .packed import PackedChunk
 from .pairs import PAIR_SUFFIXES
 from .python_code import PythonCode
+from .remote import RemotePath
+from .remote import matches as matches_of
 from .safetensors import SafetensorsFile
 from .segment_file import SegmentFile
 from .tfrecord import TfRecordFile
@@ -116,7 +119,7 @@ def _without_numbers(path: Path) -> str:
 
 
 def _find(argument: str, options: SourceOptions) -> Iterable[Source]:
-    path = Path(os.path.abspath(argument))
+    path = cast("Path", RemotePath(argument)) if is_remote(argument) else Path(os.path.abspath(argument))
     if path.is_dir():
         return _find_in_directory(path, options)
     if path.name in _INDEX_NAMES and path.is_file() and (shards := _recognise_directory(path.parent)) is not None:
@@ -126,11 +129,9 @@ def _find(argument: str, options: SourceOptions) -> Iterable[Source]:
     index, values = (path.with_name(path.name + suffix) for suffix in PAIR_SUFFIXES[::-1])
     if index.is_file():
         return [_recognise(index, options)]
-    if (code := PythonCode.named(path)) is not None:
+    if not is_remote(argument) and (code := PythonCode.named(path)) is not None:
         return [code]
-    if any(part.endswith(":") for part in path.parts):  # s3://bucket, which may have been made absolute
-        raise SourceNotFoundError(f"{argument}: no such file; remote paths are not read: mount the files")
-    if glob.has_magic(argument):
+    if glob.has_magic(without_secrets(argument)):
         return _find_matches(argument, options)
     if values.is_file():
         raise missing(index, f"; if {values} holds bare tokens, name it in full")
@@ -184,9 +185,11 @@ def _find_in_directory(directory: Path, options: SourceOptions) -> Iterable[Sour
 
 
 def _find_matches(pattern: str, options: SourceOptions) -> Iterable[Source]:
-    matches = sorted(
-        (path for name in glob.glob(pattern) if (path := Path(os.path.abspath(name))).is_file()), key=natural_order
-    )
+    if is_remote(pattern):
+        names: Iterable[Path] = cast("list[Path]", matches_of(RemotePath(pattern)))
+    else:
+        names = (Path(os.path.abspath(name)) for name in glob.glob(pattern))
+    matches = sorted((path for path in names if path.is_file()), key=natural_order)
     files = [path for path in matches if path.suffix not in _COMPANIONS] or _candidates(matches, may_accompany=True)
     if not files:
         hint = "; where '[' belongs to the name, write [[]" if "[" in pattern else ""

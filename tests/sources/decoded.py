@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class _Here:
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "staged").open("w+b")
         self.staging = Staging(self._file.fileno(), keep=True)
+        self.cancelled = threading.Event()
 
     def run(self, tasks: Sequence[Any], on_answer: Callable[..., bool | None], only: object = None) -> None:
         for number, task in enumerate(tasks):

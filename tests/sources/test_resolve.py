@@ -156,12 +156,11 @@ class TestPaths:
         with pytest.raises(SourceNotFoundError, match="no such file, directory or prefix"):
             names(tmp_path / "c.bin")
 
-    @pytest.mark.parametrize("path", ["s3://bucket/c.bin", "gs://bucket/c_*.bin"])
-    def test_remote_paths_are_not_read_however_absolute(self, path):
-        (dataset,) = datasets_from_arguments([[f"c={path}"]], SourceOptions())
-        for data in ([path], dataset.data):
-            with pytest.raises(SourceNotFoundError, match="remote paths are not read: mount the files"):
-                names(*data)
+    @pytest.mark.parametrize("path", ["s3://bucket/c.bin", "gs://bucket/c_*.bin", "https://user:secret@host/c.bin?x=1"])
+    def test_a_url_stays_one(self, path):
+        (dataset,) = datasets_from_arguments([[path]], SourceOptions())
+        assert dataset.data == (path,)
+        assert dataset.name == "c"
 
     def test_a_name_that_is_too_long_or_leads_in_a_circle(self, tmp_path):
         long = str(tmp_path / ("c" * 300))
