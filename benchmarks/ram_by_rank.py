@@ -138,11 +138,11 @@ def _group(contender: Contender, prefix: str, ranks: int, workers: int) -> dict[
             prefix = stack.enter_context(served(f"{prefix}.bin"))
             with Connection(prefix, timeout_s=10) as connection:
                 pids.append(connection.request(Status()).pid)
-        pipes = [stack.enter_context(_rank(contender, prefix, workers)) for _ in range(ranks)]
+        pipes = [stack.enter_context(rank(contender, prefix, workers)) for _ in range(ranks)]
         for pipe in pipes:
             pids += pipe.recv()
         after = psutil.virtual_memory()
-        processes = [_memory(pid) for pid in pids]
+        processes = [memory_of(pid) for pid in pids]
     return {
         **{name: sum(process[name] for process in processes) for name in processes[0]},
         "shmem": after.shared - before.shared,
@@ -151,7 +151,7 @@ def _group(contender: Contender, prefix: str, ranks: int, workers: int) -> dict[
 
 
 @contextmanager
-def _rank(contender: Contender, prefix: str, workers: int) -> Iterator[Pipe]:
+def rank(contender: Contender, prefix: str, workers: int) -> Iterator[Pipe]:
     """A rank, there until the end of the with block; through the pipe it sends the ids of its processes when ready."""
     ours, theirs = _FORK.Pipe()
     process = _FORK.Process(target=_read, args=(contender, prefix, workers, theirs, ours))
@@ -198,7 +198,7 @@ def _touch(samples: list[Any]) -> int:
     return len(samples)
 
 
-def _memory(pid: int) -> dict[str, int]:
+def memory_of(pid: int) -> dict[str, int]:
     """Return what a process holds, in bytes; the page tables are in neither PSS nor USS."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     lines += Path(f"/proc/{pid}/status").read_text().splitlines()

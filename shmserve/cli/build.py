@@ -15,6 +15,7 @@ from shmserve.decoding import plan_corpus
 from shmserve.loader import describe
 from shmserve.progress import open_progress
 from shmserve.sources import SourceOptions, resolve
+from shmserve.sources.remote import abandon
 from shmserve.text import duration, size
 from shmserve_client.layout import Checksums
 from shmserve_client.urls import absolute
@@ -71,6 +72,7 @@ def build(
                 vocab_size=vocab_size,
             )
     finally:
+        abandon()  # what is still fetched from a store, if it was interrupted
         progress.close()
     click.echo(
         f"{output}: {description.num_samples:,} samples, {size(os.path.getsize(output))}, "

@@ -15,12 +15,12 @@ from shmserve_client.chunks import Chunk
 from shmserve_client.errors import ConfigError, SourceFormatError
 
 from .arrow_arrays import EXTRA, chunk_of, nbytes_of
-from .base import DecodedSource, SourceOptions
+from .base import DecodedSource, SourceOptions, check_columns
 from .extras import require
 from .files import size_of
 from .in_place import located
 
-__all__ = ["ArrowFile", "ParquetFile", "check_columns", "decode_batches", "mapped"]
+__all__ = ["ArrowFile", "ParquetFile", "decode_batches", "mapped"]
 
 CHUNK_NBYTES: Final = 8 << 20
 """About how many bytes of rows are decoded before they are handed on: malloc maps what passes 32 MiB anew each time."""
@@ -283,21 +283,3 @@ def _chunks(batches: Sequence[Any], schema: Any, path: Path, names: Sequence[str
         except (ConfigError, SourceFormatError) as error:
             raise type(error)(f"{path}: {error.args[0]}") from error
     return found
-
-
-def check_columns(columns: Sequence[str] | None, present: Sequence[str], path: Path) -> list[str]:
-    """Return the names of the columns to decode: those that were chosen, or all that are present.
-
-    Raises:
-        ConfigError: one is not present.
-        SourceFormatError: two have one name, or there are none.
-    """
-    names = list(present) if columns is None else list(columns)
-    if not present:
-        raise SourceFormatError(f"{path}: it has no columns")
-    for name in names:
-        if name not in present:
-            raise ConfigError(f"{path}: no column {name!r}: it has {', '.join(map(repr, present))}")
-        if list(present).count(name) > 1:
-            raise SourceFormatError(f"{path}: two columns are called {name!r}: rename one")
-    return names

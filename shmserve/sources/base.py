@@ -15,12 +15,21 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from shmserve_client.chunks import Chunk
-from shmserve_client.errors import ConfigError
+from shmserve_client.errors import ConfigError, SourceFormatError
 from shmserve_client.layout import MappedFile
 from shmserve_client.plans import ArrayPlan, ColumnPlan, JoinedColumn, Positions
 from shmserve_client.writer import Piece
 
-__all__ = ["HEAD_NBYTES", "Corpus", "DecodedSource", "ShardPlan", "Source", "SourceOptions", "chosen"]
+__all__ = [
+    "HEAD_NBYTES",
+    "Corpus",
+    "DecodedSource",
+    "ShardPlan",
+    "Source",
+    "SourceOptions",
+    "check_columns",
+    "chosen",
+]
 
 HEAD_NBYTES = 64
 """How many bytes of a file `recognise` is given."""
@@ -177,3 +186,21 @@ def chosen(present: Iterable[str], columns: Sequence[str] | None) -> list[str]:
     """
     found = list(present)
     return [name for name in found if columns is None or name in columns] or found
+
+
+def check_columns(columns: Sequence[str] | None, present: Sequence[str], path: Path) -> list[str]:
+    """Return the names of the columns to decode: those that were chosen, or all that are present.
+
+    Raises:
+        ConfigError: one is not present.
+        SourceFormatError: two have one name, or there are none.
+    """
+    names = list(present) if columns is None else list(columns)
+    if not present:
+        raise SourceFormatError(f"{path}: it has no columns")
+    for name in names:
+        if name not in present:
+            raise ConfigError(f"{path}: no column {name!r}: it has {', '.join(map(repr, present))}")
+        if list(present).count(name) > 1:
+            raise SourceFormatError(f"{path}: two columns are called {name!r}: rename one")
+    return names

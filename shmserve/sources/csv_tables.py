@@ -16,9 +16,8 @@ from typing import Any, Final, Self
 from shmserve_client.chunks import Chunk, objects, rows, texts
 from shmserve_client.errors import SourceFormatError
 
-from .arrow import check_columns
 from .arrow_arrays import EXTRA, chunk_of
-from .base import DecodedSource, SourceOptions
+from .base import DecodedSource, SourceOptions, check_columns
 from .compressed import COMPRESSIONS
 from .extras import require
 

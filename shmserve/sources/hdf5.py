@@ -13,8 +13,7 @@ from shmserve_client.chunks import Chunk, blobs, encode, rows, texts
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES
 
-from .arrow import check_columns
-from .base import DecodedSource, SourceOptions
+from .base import DecodedSource, SourceOptions, check_columns
 from .extras import require
 from .npz import listed, rows_per_chunk
 

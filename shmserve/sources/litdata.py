@@ -16,8 +16,7 @@ from shmserve_client.chunks import Chunk, ragged, rows
 from shmserve_client.errors import ConfigError, SourceFormatError
 from shmserve_client.layout import DTYPES
 
-from .arrow import check_columns
-from .base import DecodedSource, SourceOptions
+from .base import DecodedSource, SourceOptions, check_columns
 from .files import missing
 from .huggingface import read_json
 from .mds import text_chunk

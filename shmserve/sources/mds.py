@@ -20,8 +20,7 @@ from shmserve_client.chunks import Chunk, encode, objects, ragged, rows
 from shmserve_client.errors import ConfigError, SourceFormatError
 from shmserve_client.layout import DTYPES, is_shape
 
-from .arrow import check_columns
-from .base import DecodedSource, SourceOptions
+from .base import DecodedSource, SourceOptions, check_columns
 from .compressed import open_stream
 from .files import missing
 from .huggingface import read_json

@@ -14,8 +14,7 @@ from shmserve_client.chunks import Chunk, rows
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES, is_shape
 
-from .arrow import check_columns
-from .base import DecodedSource, SourceOptions
+from .base import DecodedSource, SourceOptions, check_columns
 
 __all__ = ["NpzArchive", "rows_per_chunk"]
 

@@ -20,8 +20,7 @@ from shmserve_client.chunks import Chunk, ragged, rows
 from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import is_shape
 
-from .arrow import check_columns
-from .base import DecodedSource, SourceOptions
+from .base import DecodedSource, SourceOptions, check_columns
 from .files import read_exactly, size_of
 from .in_place import located
 from .npz import listed, rows_per_chunk
