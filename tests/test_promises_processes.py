@@ -146,8 +146,10 @@ def test_a_killed_worker_is_the_dataloaders_error(daemon: Daemon, tmp_path: Path
 
         def hold_the_first(sample):
             if sample[0] == 0:
-                print(os.getpid(), flush=True)
+                print("held by", os.getpid(), flush=True)
                 signal.pause()
+            elif sample[0] == {WIDTH}:
+                print("the other reads", flush=True)
             return sample
 
         def main():
@@ -163,10 +165,12 @@ def test_a_killed_worker_is_the_dataloaders_error(daemon: Daemon, tmp_path: Path
             main()
     """
     with Child.python(program, folder=tmp_path) as rank:
-        pid = int(wait_until(lambda: rank.stdout.endswith("\n") and rank.stdout, 60, "the worker"))
+        # Both, or the other one would start without a parent, and not know whose end to wait for.
+        wait_until(lambda: rank.stdout.count("\n") == 2, 60, "the workers")
+        pid = int(re.search("held by ([0-9]+)", rank.stdout)[1])
         os.kill(pid, signal.SIGKILL)
         assert rank.wait(20) == 0, rank.describe()
-        error = rank.stdout.splitlines()[1]
+        error = rank.stdout.splitlines()[2]
         assert re.match(rf"DataLoader worker \(pid(\(s\))? {pid}\) (exited unexpectedly|is killed by signal)", error)
         # The other worker sees that its parent is gone, and then Python's own helper removes their semaphores.
         wait_until(lambda: not in_session(rank.pid), 20, "what the rank has started to end")
