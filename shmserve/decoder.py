@@ -30,8 +30,9 @@ __all__ = ["Convert", "Decode", "Split", "Task", "answers", "failure"]
 
 Split: TypeAlias = tuple[DecodedSource]
 """Answer {"parts": [...]}."""
-Decode: TypeAlias = tuple[DecodedSource, Any, SourceOptions]
-"""A source, a part of it, and how: answer {"rows": {name: staged chunk}, "count": n} for each chunk of rows."""
+Decode: TypeAlias = tuple[DecodedSource, Any, SourceOptions, bool]
+"""A source, a part of it, how, and whether values that are the same in its file need not be copied: answer
+{"rows": {name: staged chunk}, "count": n} for each chunk of rows."""
 Convert: TypeAlias = tuple[str, StagedChunk | int, Form]
 """A column's name, a chunk, and what it is to become: answer {"chunk": staged chunk}. A number is that of rows which
 lack the column: None for each."""
@@ -43,10 +44,10 @@ def answers(task: Task, staging: Staging) -> Iterator[dict[str, Any]]:
     match task:
         case (DecodedSource() as source,):
             yield {"parts": source.parts()}
-        case (DecodedSource() as source, part, SourceOptions() as options):
+        case (DecodedSource() as source, part, SourceOptions() as options, bool() as file_stays):
             for chunks in (source.locate if options.in_place else source.decode)(part, options.columns):
                 for some in (chunks,) if options.decode is None else _decoded(chunks, source, options):
-                    yield _staged(some, source, options.columns, staging)
+                    yield _staged(some, source, options, staging, os.fspath(source.values) if file_stays else "")
         case (str() as name, StagedChunk() | int() as given, Form() as form):
             chunk = objects([None] * given) if isinstance(given, int) else staging.load(given)
             yield {"chunk": asdict(_append(convert(chunk, form, name), staging))}
@@ -59,9 +60,10 @@ def _decoded(chunks: dict[str, Chunk], source: DecodedSource, options: SourceOpt
 
 
 def _staged(
-    chunks: dict[str, Chunk], source: DecodedSource, columns: tuple[str, ...] | None, staging: Staging
+    chunks: dict[str, Chunk], source: DecodedSource, options: SourceOptions, staging: Staging, file: str
 ) -> dict[str, Any]:
     """Return the answer for a chunk of rows, of which the chosen columns are appended to the file."""
+    columns = options.columns
     counts = {name: chunk.count for name, chunk in chunks.items()}
     if len(set(counts.values())) != 1:
         raise SourceFormatError(f"{source.values}: its columns differ in length: {counts}")
@@ -70,17 +72,17 @@ def _staged(
         if name not in chunks and not source.columns_vary:
             raise ConfigError(f"{source.values}: no column {name!r}: it has {', '.join(map(repr, chunks))}")
     chosen = chunks if columns is None else {name: chunks[name] for name in columns if name in chunks}
-    file = os.fspath(source.values)
-    return {"rows": {name: asdict(_append(chunk, staging, file)) for name, chunk in chosen.items()}, "count": count}
+    staged = {name: asdict(_append(chunk, staging, file, options.in_place)) for name, chunk in chosen.items()}
+    return {"rows": staged, "count": count}
 
 
 class _NoRoomError(Exception):
     """The staging file cannot grow by so many bytes."""
 
 
-def _append(chunk: Chunk, staging: Staging, file: str = "") -> StagedChunk:
+def _append(chunk: Chunk, staging: Staging, file: str = "", in_place: bool = False) -> StagedChunk:
     try:
-        return staging.append(chunk, file)
+        return staging.append(chunk, file, in_place=in_place)
     except OSError as error:
         raise _NoRoomError(chunk.nbytes) from error
 

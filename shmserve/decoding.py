@@ -53,6 +53,7 @@ __all__ = ["Planned", "plan_corpus", "plan_head"]
 
 _MAX_HELPERS: Final = 4
 """Each takes the memory of a library, besides that of a chunk."""
+_LARGE_NBYTES: Final = 64 << 20
 _POLL_S: Final = 0.2
 """How long it may take until a load that was cancelled ends."""
 _READ_NBYTES: Final = 1 << 16
@@ -133,7 +134,7 @@ def _first_rows(shard: DecodedSource, part: Any, options: SourceOptions, helpers
             found.append(_Rows(shard, helper, answer["count"], _staged(answer["rows"])))
         return bool(found)
 
-    helpers.run([(shard, part, options)], on_answer)
+    helpers.run([(shard, part, options, False)], on_answer)
     return found
 
 
@@ -273,6 +274,11 @@ class _Helpers:
             nbytes = sum(staged.nbytes for staged in _staged(answer["rows"]).values())
             check_room(nbytes * len(self._started), self._shm_dir, loading=True)
 
+    @property
+    def are_started(self) -> bool:
+        """Whether there is a helper already."""
+        return bool(self._started)
+
     def staged_nbytes(self) -> int:
         """Return how much memory takes what was staged and not yet read."""
         return sum(helper.staging.nbytes for helper in self._started)
@@ -299,7 +305,14 @@ def _parts(shard: DecodedSource, helpers: _Helpers) -> list[Any]:
     if type(shard).parts is DecodedSource.parts:
         return shard.parts()
     found: list[Any] = []
-    helpers.run([(shard,)], lambda number, helper, answer: found.extend(answer.get("parts", ())))
+
+    def on_answer(number: int, helper: _Helper, answer: dict[str, Any]) -> None:
+        if number == 0:
+            found.extend(answer.get("parts", ()))
+
+    # Of a large shard all helpers are asked, so that they start, and import libraries, at the same time.
+    is_first = not helpers.are_started and sum(map(size_of, shard.files)) >= _LARGE_NBYTES
+    helpers.run([(shard,)] * (_MAX_HELPERS if is_first else 1), on_answer)
     return found
 
 
@@ -331,7 +344,7 @@ def _decode_group(
     told: list[tuple[DecodedSource, float]] = []  # by task
     for shard, here in zip(group.shards, group.here, strict=True):
         parts = _parts(here, helpers)
-        tasks += [(here, part, options) for part in parts]
+        tasks += [(here, part, options, not group.folder) for part in parts]
         told += [(shard, sum(map(size_of, shard.files)) / len(parts))] * len(parts)
     rows: list[list[_Rows]] = [[] for _ in tasks]
 

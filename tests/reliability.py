@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import fcntl
 import io
 import json
 import os
@@ -79,6 +80,14 @@ class Recorder:
         return report
 
     def pytest_sessionfinish(self) -> None:
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # each process of a session adds its own
+            self._add()
+        finally:
+            os.close(folder)
+
+    def _add(self) -> None:
         counts: Counts = json.loads(self.path.read_text()) if self.path.exists() else {}
         for case in self._ran:
             count = counts.setdefault(self._names[case], {"runs": 0, "failures": 0})

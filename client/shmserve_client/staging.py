@@ -94,12 +94,15 @@ class Staging:
         """How much memory the file takes now."""
         return os.fstat(self._fd).st_blocks * 512
 
-    def append(self, chunk: Chunk, file: str = "") -> StagedChunk:
-        """Write the chunk's parts behind what is there, but for values that stay in `file`.
+    def append(self, chunk: Chunk, file: str = "", *, in_place: bool = False) -> StagedChunk:
+        """Write the chunk's parts behind what is there. Raises OSError (ENOSPC) where there is no room.
 
-        Raises OSError (ENOSPC) where there is no room.
+        Args:
+            chunk: what to write.
+            file: the file in which values can be that do not have to be written; "" for none.
+            in_place: whether they will be used there, where other samples may lie between.
         """
-        stays = chunk.file_offset >= 0
+        stays = bool(file) and chunk.file_offset >= 0
         staged = StagedChunk(
             kind=chunk.kind,
             dtype=chunk.values.dtype.name,
@@ -115,7 +118,7 @@ class Staging:
             return staged
         starts = _starts(chunk.lengths) if chunk.starts is None else chunk.starts
         staged = replace(staged, starts=self._write(starts))
-        if stays:
+        if in_place and stays:
             staged = replace(staged, stops=self._write(starts + chunk.lengths))
         if chunk.shapes is None or chunk.dimensions is None:
             return staged

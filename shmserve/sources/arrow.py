@@ -25,6 +25,7 @@ __all__ = ["ArrowFile", "ParquetFile", "decode_batches", "mapped"]
 CHUNK_NBYTES: Final = 8 << 20
 """About how many bytes of rows are decoded before they are handed on: malloc maps what passes 32 MiB anew each time."""
 PART_NBYTES: Final = 64 << 20
+JOINED_NBYTES: Final = 256 << 10
 STREAM_MAGIC: Final = b"\xff\xff\xff\xff"
 STREAM_END: Final = STREAM_MAGIC + bytes(4)
 FILE_MAGIC: Final = b"ARROW1"
@@ -99,21 +100,22 @@ class ArrowFile(DecodedSource):
 
     def decode(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
         """Yield the rows of the run of record batches that is `part`."""
-        with mapped(self.values) as file:
-            yield from decode_batches(*self._batches(file, part, columns))
+        return self._rows(part, columns, check=True)
 
     def locate(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
         """Yield the same; of numbers, strings and lists without nulls where they are in the mapped file."""
+        return self._rows(part, columns, check=False)
+
+    def _rows(self, part: Any, columns: tuple[str, ...] | None, *, check: bool) -> Iterator[dict[str, Chunk]]:
         pa = require("pyarrow", EXTRA, str(self.values))
         with mapped(self.values) as file:
-            if not isinstance(file, pa.MemoryMappedFile):
-                raise SourceFormatError(f"{self.values}: it cannot be mapped: load it, without --mode map")
-            content = file.read_buffer()
-            for chunks in decode_batches(*self._batches(file, part, columns, in_place=True), check=False):
+            is_mapped = isinstance(file, pa.MemoryMappedFile)
+            content = file.read_buffer() if is_mapped else pa.py_buffer(b"")
+            for chunks in decode_batches(*self._batches(file, part, columns, whole=not check), check=check):
                 yield {name: located(chunk, content.address, content.size) for name, chunk in chunks.items()}
 
     def _batches(
-        self, file: Any, part: Any, columns: tuple[str, ...] | None, *, in_place: bool = False
+        self, file: Any, part: Any, columns: tuple[str, ...] | None, *, whole: bool
     ) -> tuple[Iterator[Any], Any, Path, list[str]]:
         """Return the record batches of a part, their schema, the file's path, and the columns that were chosen."""
         start, count = part
@@ -122,7 +124,7 @@ class ArrowFile(DecodedSource):
         schema = ipc.open_stream(file).schema if self.is_stream else ipc.open_file(file).schema
         names = check_columns(columns, schema.names, self.values)
         # Others are not even decompressed; but what is read so of a file is a copy.
-        included = [] if in_place else [schema.names.index(name) for name in names]
+        included = [] if whole or columns is None else [schema.names.index(name) for name in names]
         options = ipc.IpcReadOptions(included_fields=included)
         file.seek(0)
         if self.is_stream:
@@ -232,7 +234,7 @@ def decode_batches(
 ) -> Iterator[dict[str, Chunk]]:
     """Yield the columns `names` of record batches; once, without rows, where there are none.
 
-    Without `check` their values are not read, and no batches are joined, which would copy them.
+    Without `check` their values are not read, and no batches are joined, which would copy them; else small ones are.
 
     Raises:
         SourceFormatError: a batch is damaged, or a column of a type that is not supported.
@@ -243,7 +245,7 @@ def decode_batches(
     for part in _slices(batches, path, names, check=check):
         # What is large already waits for no other: joined, their strings may pass the 2 GiB that offsets reach.
         part_nbytes = sum(map(nbytes_of, part.columns))
-        if waiting and (nbytes + part_nbytes > CHUNK_NBYTES or not check):
+        if waiting and (nbytes + part_nbytes > CHUNK_NBYTES or part_nbytes >= JOINED_NBYTES or not check):
             yield _chunks(waiting, schema, path, names)
             yielded, waiting, nbytes = True, [], 0
         waiting.append(part)

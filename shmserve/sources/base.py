@@ -158,6 +158,7 @@ class DecodedSource(Source):
         """Yield the part's rows, some after others: for each column, in the same order each time, its values.
 
         A chunk is best of 8 to 64 MiB; a source without rows yields one without rows, where it knows its columns.
+        Values that are in the file as they are have a `file_offset`, and are read from there into the segment.
 
         Args:
             part: one of `parts`.
@@ -169,7 +170,7 @@ class DecodedSource(Source):
         """
 
     def locate(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
-        """Yield the same; values that can be used where they are have a `file_offset`, and are not read nor checked.
+        """Yield the same, but neither read nor check values that have a `file_offset`, since they stay there.
 
         The default is what no format that is decoded throughout needs to say: that there are no such values.
         """

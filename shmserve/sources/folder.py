@@ -20,7 +20,7 @@ from .remote import RemotePath
 
 __all__ = ["Folder"]
 
-CHUNK_NBYTES: Final = 16 << 20
+CHUNK_NBYTES: Final = 8 << 20
 PART_NBYTES: Final = 64 << 20
 IMAGES: Final = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """As torchvision's IMG_EXTENSIONS."""
@@ -88,9 +88,11 @@ class Folder(DecodedSource):
         paths: list[str] = []
         contents: list[bytes] = []
         nbytes = 0
+        folder = os.fspath(self.directory)
         for path in self.paths[slice(*part)]:
             paths.append(path)
-            contents.append((self.directory / path).read_bytes())
+            with open(f"{folder}/{path}", "rb", buffering=0) as file:
+                contents.append(file.read())
             nbytes += len(contents[-1])
             if nbytes >= CHUNK_NBYTES:
                 yield self._chunks(paths, contents)

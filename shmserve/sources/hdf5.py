@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from shmserve_client.layout import DTYPES
 
 from .base import DecodedSource, SourceOptions, check_columns
 from .extras import require
+from .in_place import located
 from .npz import listed, rows_per_chunk
 
 __all__ = ["Hdf5File"]
@@ -68,6 +70,8 @@ class Hdf5File(DecodedSource):
                 last = max(first, min(first + step, stop))
                 yield {name: self._chunk(name, dataset, first, last) for name, dataset in chosen.items()}
 
+    locate = decode
+
     def _opened(self) -> Any:
         h5py = require("h5py", EXTRA, str(self.values))
         try:
@@ -105,7 +109,14 @@ class Hdf5File(DecodedSource):
             raise SourceFormatError(
                 f"{self.values}: {name!r} is of {dataset.dtype}, which is not supported: leave it out by --columns"
             )
-        return rows(np.asarray(dataset[start:stop], DTYPES[dataset.dtype.name]))
+        dtype, offset = DTYPES[dataset.dtype.name], dataset.id.get_offset()
+        if offset is None or dataset.dtype != dtype or dtype.kind not in "iuf" or dataset.external:
+            return rows(np.asarray(dataset[start:stop], dtype))
+        row_nbytes = math.prod(dataset.shape[1:]) * dtype.itemsize  # one piece, without filters
+        content = np.memmap(self.values, mode="r")
+        stored = content[offset + start * row_nbytes : offset + stop * row_nbytes]
+        values = stored.view(dtype).reshape(stop - start, *dataset.shape[1:])
+        return located(rows(values), content.ctypes.data, content.nbytes)
 
 
 def _step(dataset: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -98,7 +99,7 @@ def _widened(values: list[Any]) -> list[Any]:
     if types == {int, float}:
         return _as_floats(values)
     if types == {list}:
-        inner = {type(item) for value in values for item in value}
+        inner = set(map(type, chain.from_iterable(values)))
         if inner == {int, float}:
             return [_as_floats(value) for value in values]
     return values
@@ -133,7 +134,7 @@ class TextLines(DecodedSource):
         """Yield the lines that start within the part."""
         for position, block in _blocks(self.values, part):
             try:
-                block.decode()
+                block.isascii() or block.decode()
             except UnicodeDecodeError as error:
                 raise SourceFormatError(
                     f"{self.values}: byte {position + error.start} is not UTF-8: convert it, or serve it with "
@@ -144,12 +145,10 @@ class TextLines(DecodedSource):
 
 def _lines(block: bytes) -> Chunk:
     """Return the lines of a block as strings, without a loop over them."""
-    data = np.frombuffer(block if block.endswith(b"\n") else block + b"\n", np.uint8)
-    ends = np.flatnonzero(data == _NEWLINE)
+    if not block.endswith(b"\n"):
+        block += b"\n"
+    if b"\r" in block:
+        block = block.replace(b"\r\n", b"\n")
+    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE)
     lengths = np.diff(ends, prepend=-1) - 1
-    kept = data != _NEWLINE
-    returns = np.flatnonzero((data[:-1] == _RETURN) & (data[1:] == _NEWLINE))
-    if len(returns):
-        kept[returns] = False
-        lengths[np.searchsorted(ends, returns)] -= 1
-    return ragged(data[kept], lengths.astype(np.int64), "text")
+    return ragged(np.frombuffer(block.replace(b"\n", b""), np.uint8), lengths.astype(np.int64), "text")

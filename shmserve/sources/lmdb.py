@@ -19,7 +19,7 @@ from .files import read_exactly, read_head, size_of
 __all__ = ["LmdbDatabase"]
 
 EXTRA: Final = "lmdb"
-CHUNK_NBYTES: Final = 16 << 20
+CHUNK_NBYTES: Final = 8 << 20
 MAGIC: Final = b"\xde\xc0\xef\xbe"
 _META_NBYTES: Final = 152
 """A page's head and the MDB_meta behind it (`liblmdb/mdb.c`): page size at 40, last page at 136, txnid at 144."""

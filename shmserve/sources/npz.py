@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -15,10 +16,11 @@ from shmserve_client.errors import SourceFormatError
 from shmserve_client.layout import DTYPES, is_shape
 
 from .base import DecodedSource, SourceOptions, check_columns
+from .in_place import located
 
 __all__ = ["NpzArchive", "rows_per_chunk"]
 
-CHUNK_NBYTES: Final = 32 << 20
+CHUNK_NBYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class NpzArchive(DecodedSource):
                 members = [name.removesuffix(".npy") for name in archive.namelist()]
                 names = members if columns is None else list(columns)
                 check_columns(names, members, self.values)
-                readers = {name: _Member(archive.open(f"{name}.npy"), name, self.values) for name in names}
+                readers = {name: _Member(archive, name, self.values) for name in names}
                 counts = {name: reader.count for name, reader in readers.items()}
                 if len(set(counts.values())) > 1:
                     raise SourceFormatError(
@@ -55,11 +57,13 @@ class NpzArchive(DecodedSource):
                 step = rows_per_chunk(sum(reader.row_nbytes for reader in readers.values()))
                 for start in range(0, max(1, count), step):
                     wanted = min(step, count - start)
-                    yield {name: rows(reader.read(wanted)) for name, reader in readers.items()}
+                    yield {name: reader.chunk(wanted) for name, reader in readers.items()}
                 for reader in readers.values():
                     reader.finish()
         except (zipfile.BadZipFile, EOFError, KeyError, NotImplementedError) as error:
             raise SourceFormatError(f"{self.values}: truncated, or a damaged archive: {error}") from error
+
+    locate = decode
 
 
 def listed(counts: dict[str, int]) -> str:
@@ -75,8 +79,10 @@ def rows_per_chunk(row_nbytes: int) -> int:
 class _Member:
     """One array of the archive, read from its start to its end."""
 
-    def __init__(self, file: IO[bytes], name: str, path: Path) -> None:
-        self._file, self._where = file, f"{path}: array {name!r}"
+    def __init__(self, archive: zipfile.ZipFile, name: str, path: Path) -> None:
+        self._info = archive.getinfo(f"{name}.npy")
+        self._file, self._where = archive.open(self._info), f"{path}: array {name!r}"
+        file = self._file
         try:
             version = np.lib.format.read_magic(file)
             if version not in ((1, 0), (2, 0)):
@@ -94,11 +100,29 @@ class _Member:
         if not shape or not is_shape(shape):
             raise SourceFormatError(f"{self._where} has the shape {shape}, so no rows: leave it out by --columns")
         self._dtype, self._row_shape = dtype, shape[1:]
+        self._is_fortran = is_fortran and len(shape) > 1
         self.count = shape[0]
         self.row_nbytes = int(np.prod(self._row_shape, dtype=object)) * dtype.itemsize
         self._whole = None
-        if is_fortran and len(shape) > 1:
+        self._stored, self._crc = self._find(archive, path), 0
+        if self._stored is not None:
+            content, position = self._stored
+            header = content[position - file.tell() : position]
+            self._crc = zlib.crc32(header.data)
+        if self._is_fortran:
             self._whole = iter(self._array(self._bytes(self.count * self.row_nbytes), shape[::-1]).T)
+
+    def _find(self, archive: zipfile.ZipFile, path: Path) -> tuple[np.ndarray[Any, Any], int] | None:
+        """Return the mapped file and where in it the rows start, if they are stored there as a segment has them."""
+        info, nbytes = self._info, self._file.tell() + self.count * self.row_nbytes
+        if info.compress_type != zipfile.ZIP_STORED or self._dtype != DTYPES[self._dtype.name] or self._is_fortran:
+            return None
+        content = np.memmap(path, mode="r")
+        head = content[info.header_offset : info.header_offset + 30].tobytes()
+        start = info.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        if info.file_size != nbytes or start + nbytes > content.nbytes:
+            return None  # which reading it will complain about
+        return content, start + self._file.tell()
 
     def _bytes(self, nbytes: int) -> bytearray:
         """Return the next bytes, taken piece by piece: a header that lies does not make this process take memory."""
@@ -113,7 +137,19 @@ class _Member:
     def _array(self, data: bytearray, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         return np.frombuffer(data, self._dtype).reshape(shape)
 
-    def read(self, count: int) -> np.ndarray[Any, Any]:
+    def chunk(self, count: int) -> Chunk:
+        """Return the next rows, where they are in the file if they are stored there as they are."""
+        if self._stored is None:
+            return rows(self._read(count))
+        content, position = self._stored
+        data = content[position : position + count * self.row_nbytes]
+        self._crc = zlib.crc32(data.data, self._crc)
+        self._stored = content, position + data.nbytes
+        return located(
+            rows(data.view(self._dtype).reshape(count, *self._row_shape)), content.ctypes.data, content.nbytes
+        )
+
+    def _read(self, count: int) -> np.ndarray[Any, Any]:
         """Return the next rows."""
         shape = (count, *self._row_shape)
         if self._whole is None:
@@ -124,5 +160,9 @@ class _Member:
 
     def finish(self) -> None:
         """Read the end, where the archive's checksum is compared."""
+        if self._stored is not None:
+            if self._crc != self._info.CRC:
+                raise SourceFormatError(f"{self._where} does not match its checksum: it is damaged")
+            return
         if self._whole is None and self._file.read(1):
             raise SourceFormatError(f"{self._where} is longer than its header says: it is damaged")

@@ -97,14 +97,12 @@ class SafetensorsFile(DecodedSource):
         return [[start, start + step] for start in range(0, max(1, max(counts, default=0)), step)]
 
     def decode(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
-        """Yield the rows in the range."""
-        return self._rows(part, columns, _Tensor.read)
-
-    def locate(self, part: Any, columns: tuple[str, ...] | None) -> Iterator[dict[str, Chunk]]:
-        """Yield the same as views of the mapped file, all but bfloat16."""
+        """Yield the rows in the range, as views of the mapped file, all but bfloat16."""
         content = np.memmap(self.values, mode="r")
         for found in self._rows(part, columns, lambda tensor, start, stop: tensor.view(content, start, stop)):
             yield {name: located(chunk, content.ctypes.data, content.nbytes) for name, chunk in found.items()}
+
+    locate = decode
 
     def _rows(self, part: Any, columns: tuple[str, ...] | None, read: _Read) -> Iterator[dict[str, Chunk]]:
         tensors = self._tensors()

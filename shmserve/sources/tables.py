@@ -20,7 +20,7 @@ from .files import read_exactly, size_of
 
 __all__ = ["Fields", "RecordTable", "joined"]
 
-PART_NBYTES: Final = 32 << 20
+PART_NBYTES: Final = 8 << 20
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Int64s: TypeAlias = NDArray[np.int64]
@@ -93,7 +93,7 @@ class RecordTable:
         return found
 
     def parts(self) -> list[Any]:
-        """Return half-open ranges of records of about 32 MiB."""
+        """Return half-open ranges of records of about 8 MiB."""
         found: list[Any] = []
         start = 0
         while start < self.count or not found:

@@ -25,7 +25,7 @@ from .base import DecodedSource, SourceOptions, chosen
 
 __all__ = ["TarArchive"]
 
-CHUNK_NBYTES: Final = 16 << 20
+CHUNK_NBYTES: Final = 8 << 20
 PART_NBYTES: Final = 64 << 20
 MAX_MEMBER_NBYTES: Final = 1 << 31
 KEY: Final = "__key__"

@@ -62,6 +62,7 @@ class _Here:
         self._file = (folder / "staged").open("w+b")
         self.staging = Staging(self._file.fileno(), keep=True)
         self.cancelled = threading.Event()
+        self.are_started = True
 
     def run(self, tasks: Sequence[Any], on_answer: Callable[..., bool | None], only: object = None) -> None:
         for number, task in enumerate(tasks):
