@@ -133,24 +133,32 @@ BUILDERS: dict[str, Callable[[str], Any]] = {
 
 @dataclass
 class Peak:
-    """The most memory of the node that was not available while the block ran, beyond that before it; in bytes."""
+    """The most memory of this process, and shared memory of the node, while the block ran, beyond that before it."""
 
     nbytes: int = 0
 
     def __enter__(self) -> Peak:
         self._ended = threading.Event()
-        self._before = psutil.virtual_memory().available
+        self._before = _taken()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
     def _watch(self) -> None:
         while not self._ended.wait(SAMPLE_S):
-            self.nbytes = max(self.nbytes, self._before - psutil.virtual_memory().available)
+            self.nbytes = max(self.nbytes, _taken() - self._before)
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+
+
+def _taken() -> int:
+    """Return how much memory this process has that no file backs, and all processes share, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    anonymous_kib = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    shared: int = psutil.virtual_memory().shared
+    return (anonymous_kib << 10) + shared
 
 
 def measure(case: Case) -> Result:
@@ -216,7 +224,7 @@ def run(quick: bool) -> Report:
         question="What do Python objects cost on a node?",
         isolates=(
             f"{count:,} dicts such as COCO's annotations, {nbytes / 2**20:,.0f} MiB when pickled, made by a generator. "
-            "Building is in one process; its peak is the most memory of the node that was not available meanwhile, "
+            "Building is in one process; its peak is the most memory that this process and /dev/shm took meanwhile, "
             "against the pickled bytes. An access gives one whole object, at random. Memory is that of "
             f"{ranks} ranks with {WORKERS} workers each which have read every object, PSS and page tables, less the "
             "same processes with one object."
@@ -236,7 +244,7 @@ def run(quick: bool) -> Report:
             f"In brackets: measured with {count // LIST_SHARE:,} objects, times {LIST_SHARE}. All of them in each "
             "process would not fit into this machine.",
             "A list's access makes nothing: its objects are there, in each process. The others make the object anew.",
-            "HF datasets builds into files, by way of a cache, whose pages count as available.",
+            "HF datasets builds into files, and maps them: what it holds is page cache, which can be evicted.",
             *(
                 f"{CONTENDERS[name].title}: not installed, see benchmarks/peers"
                 for name in CONTENDERS

@@ -25,6 +25,7 @@ from shmserve_client.staging import StagedChunk, Staging
 
 from .sources.base import DecodedSource, SourceOptions
 from .sources.images import decoded_images
+from .sources.python_code import PythonCode
 
 __all__ = ["Convert", "Decode", "Split", "Task", "answers", "failure"]
 
@@ -108,6 +109,15 @@ def failure(error: Exception, task: Task) -> dict[str, Any]:
     return {"error": said.code, "message": str(said)}
 
 
+class _WithoutPandas:
+    """Refuses to import pandas: pyarrow does where it can, for 0.2 s, and for conversions that nobody asks for here."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("pandas is not used here", name=name)
+
+
 def _receive(stdin: BinaryIO, tasks: SimpleQueue[Task]) -> None:
     """Queue each task, and end the process when there are no more; in a thread, which no library can hold up."""
     while True:
@@ -127,6 +137,8 @@ def main() -> None:
     with open(stdout, "wb", buffering=0) as answered:
         while True:
             task = tasks.get()
+            if not isinstance(task[0], PythonCode) and sys.meta_path[0] is not _WithoutPandas:
+                sys.meta_path.insert(0, _WithoutPandas)
             try:
                 for answer in answers(task, staging):
                     answered.write(msgpack.packb(answer))

@@ -124,7 +124,7 @@ def _opened(path: Path, block_nbytes: int, convert_options: Any) -> Iterator[Any
         with pa.input_stream(str(path), compression=compression) as stream:
             yield csv.open_csv(
                 stream,
-                csv.ReadOptions(block_size=block_nbytes),
+                csv.ReadOptions(block_size=block_nbytes, use_threads=False),
                 csv.ParseOptions(delimiter="\t" if is_tsv else ",", newlines_in_values=True),
                 convert_options,
             )
