@@ -26,7 +26,7 @@ __all__ = ["JsonLines", "TextLines"]
 
 PART_NBYTES: Final = 64 << 20
 _MAX_EXACT_FLOAT: Final = 1 << 53
-_NEWLINE, _RETURN = b"\n\r"
+_NEWLINE: Final = ord("\n")
 
 
 def _parts(path: Path) -> list[Any]:
